@@ -41,20 +41,16 @@ _SAGEMAKER_RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job."""
+    """The hosts of a job, each once, with its slots."""
 
-    system: str
-    source: str
+    system: str  # the batch system, or HOSTFILE for a launcher's default hostfile
+    source: str  # the environment variable or file that lists the hosts
     hosts: tuple[Host, ...]
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
     """The allocation of the job that this process runs in; ``None`` outside of a job."""
-    for system in _SYSTEMS:
-        found = system(environ)
-        if found is not None:
-            return found
-    return None
+    return next(filter(None, (system(environ) for system in _SYSTEMS)), None)
 
 
 def _slurm(environ: Mapping[str, str]) -> Allocation | None:
@@ -65,10 +61,9 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
     3. ``SLURM_JOB_CPUS_PER_NODE``, the CPUs of each host.
     """
     variable = "SLURM_JOB_NODELIST"
-    nodelist = environ.get(variable)
-    if nodelist is None:
+    if (nodelist := environ.get(variable)) is None:
         return None
-    names = [_checked(name, variable, nodelist) for name in _expanded(nodelist, variable)]
+    names = _names(_expanded(nodelist, variable), variable, nodelist)
     tasks, gpus, cpus = "SLURM_TASKS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_JOB_CPUS_PER_NODE"
     if tasks in environ:
         slots = _slots_per_node(environ, tasks, len(names))
@@ -81,8 +76,7 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
             f"{variable} is set, but none of {tasks}, {gpus} and {cpus}, which give the slots of "
             "its hosts: submit the job with --ntasks-per-node"
         )
-    hosts = (Host(name, slots=number) for name, number in zip(names, slots, strict=True))
-    return Allocation(SLURM, variable, tuple(hosts))
+    return Allocation(SLURM, variable, tuple(map(Host, names, slots)))
 
 
 def _expanded(nodelist: str, variable: str) -> list[str]:
@@ -126,9 +120,8 @@ def _pbs(environ: Mapping[str, str]) -> Allocation | None:
     In PBS Pro a chunk has ``mpiprocs`` lines, 1 by default.
     """
     variable = "PBS_NODEFILE"
-    if variable not in environ:
-        return None
-    return Allocation("PBS", variable, _hosts_of_file(environ[variable], variable))
+    hosts = _hosts_of_file(environ, variable)
+    return Allocation("PBS", variable, hosts) if hosts else None
 
 
 def _lsf(environ: Mapping[str, str]) -> Allocation | None:
@@ -137,13 +130,12 @@ def _lsf(environ: Mapping[str, str]) -> Allocation | None:
     On systems with IBM's cluster manager, which sets ``CSM_ALLOCATION_ID``, the job script runs on
     a launch node that takes no ranks. LSF lists it first, with one slot; it is left out here.
     """
-    file, pairs = "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS"
-    if file in environ:
-        source, hosts = file, _hosts_of_file(environ[file], file)
-    elif pairs in environ:
-        source, hosts = pairs, _hosts_of_pairs(environ[pairs], pairs)
-    else:
-        return None
+    source = "LSB_DJOB_HOSTFILE"
+    if (hosts := _hosts_of_file(environ, source)) is None:
+        source = "LSB_MCPU_HOSTS"
+        if source not in environ:
+            return None
+        hosts = _hosts_of_pairs(environ[source], source)
     if "CSM_ALLOCATION_ID" in environ and len(hosts) > 1 and hosts[0].slots == 1:
         hosts = hosts[1:]
     return Allocation("LSF", source, hosts)
@@ -154,10 +146,11 @@ def _hosts_of_pairs(value: str, variable: str) -> tuple[Host, ...]:
     words = value.split()
     if not words or len(words) % 2:
         raise _invalid(variable, value, "must be pairs of host and slots such as `hostA 5 hostB 2`")
+    names = _names(words[::2], variable, value)
     slots: Counter[str] = Counter()
-    for name, number in zip(words[::2], words[1::2], strict=True):
-        slots[_checked(name, variable, value)] += _slots(number, variable, value)
-    return tuple(Host(name, slots=number) for name, number in slots.items())
+    for name, number in zip(names, words[1::2], strict=True):
+        slots[name] += _slots(number, variable, value)
+    return tuple(map(Host, slots, slots.values()))
 
 
 def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
@@ -168,24 +161,21 @@ def sagemaker_job(environ: Mapping[str, str]) -> Allocation | None:
     a slot for each of its logical CPUs.
     """
     variable, gpus = "SM_HOSTS", "SM_NUM_GPUS"
-    value = environ.get(variable)
-    try:
-        names = None if value is None else json.loads(value)
-    except (ValueError, RecursionError):
-        names = None
-    if value is None:
-        if (resources := sagemaker_resources()) is None:
-            return None
+    if (value := environ.get(variable)) is not None:
+        names = _from_json(value)
+    elif (resources := sagemaker_resources()) is not None:
         variable, names = str(_SAGEMAKER_RESOURCES), resources.get("hosts")
         value = json.dumps(names)
+    else:
+        return None
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise _invalid(variable, value, 'must be a list such as ["algo-1", "algo-2"]')
-    checked = [_checked(name, variable, value) for name in names]
-    if len({*checked}) < len(checked):
+    names = _names(names, variable, value)
+    if len({*names}) < len(names):
         raise _invalid(variable, value, "names a host twice")
     number = environ.get(gpus) or str(len(gpus_here().found))
     slots = None if number == "0" else _slots(number, gpus, number)
-    return Allocation(SAGEMAKER, variable, tuple(Host(name, slots=slots) for name in checked))
+    return Allocation(SAGEMAKER, variable, tuple(Host(name, slots) for name in names))
 
 
 def sagemaker_resources() -> dict[str, Any] | None:
@@ -196,13 +186,17 @@ def sagemaker_resources() -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise _invalid(str(_SAGEMAKER_RESOURCES), "", f"cannot be read ({error})") from None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
+    found = _from_json(text)
     if not isinstance(found, dict):
         raise _invalid(str(_SAGEMAKER_RESOURCES), text, "must be an object in JSON")
     return found
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _default_hostfile(environ: Mapping[str, str]) -> Allocation | None:
@@ -211,23 +205,24 @@ def _default_hostfile(environ: Mapping[str, str]) -> Allocation | None:
     The operator sets the variable of the MPI that its job names and mounts the file at
     ``/etc/mpi/hostfile``. In Kubernetes that path is tried without a variable, too.
     """
-    for variable in _HOSTFILE_VARIABLES:
-        if value := environ.get(variable):
-            try:
-                return Allocation(HOSTFILE, variable, read_hostfile(Path(value)))
-            except HostfileError as error:
-                raise LaunchError(f"{variable} names an invalid hostfile: {error}") from None
+    sources = {name: environ[name] for name in _HOSTFILE_VARIABLES if environ.get(name)}
     if "KUBERNETES_SERVICE_HOST" in environ and _OPERATOR_HOSTFILE.is_file():
+        sources[str(_OPERATOR_HOSTFILE)] = str(_OPERATOR_HOSTFILE)
+    for source, path in sources.items():
         try:
-            hosts = read_hostfile(_OPERATOR_HOSTFILE)
+            return Allocation(HOSTFILE, source, read_hostfile(Path(path)))
         except HostfileError as error:
-            raise LaunchError(f"the MPI operator's hostfile is invalid: {error}") from None
-        return Allocation(HOSTFILE, str(_OPERATOR_HOSTFILE), hosts)
+            named = f"{source} names an invalid hostfile"
+            if source == path:
+                named = "the MPI operator's hostfile is invalid"
+            raise LaunchError(f"{named}: {error}") from None
     return None
 
 
-def _hosts_of_file(path: str, variable: str) -> tuple[Host, ...]:
-    """The hosts of a file with one line for each slot."""
+def _hosts_of_file(environ: Mapping[str, str], variable: str) -> tuple[Host, ...] | None:
+    """The hosts of a file with one line for each slot, in the order of first mention."""
+    if (path := environ.get(variable)) is None:
+        return None
     try:
         lines = Path(path).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
@@ -235,17 +230,13 @@ def _hosts_of_file(path: str, variable: str) -> tuple[Host, ...]:
         raise _invalid(variable, path, f"names a file that cannot be read ({reason})") from None
     if not lines:
         raise _invalid(variable, path, "names a file without hosts")
-    return _counted(_checked(line, variable, path) for line in lines)
+    slots = Counter(_names(lines, variable, path))
+    return tuple(map(Host, slots, slots.values()))
 
 
-def _counted(names: Iterable[str]) -> tuple[Host, ...]:
-    """Each host once, in the order of first mention, with a slot for each mention."""
-    return tuple(Host(name, slots=times) for name, times in Counter(names).items())
-
-
-def _checked(name: str, variable: str, value: str) -> str:
+def _names(names: Iterable[str], variable: str, value: str) -> list[str]:
     try:
-        return host_name(name)
+        return list(map(host_name, names))
     except HostfileError as error:
         raise _invalid(variable, value, f"has an invalid host name ({error})") from None
 

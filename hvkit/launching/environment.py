@@ -37,16 +37,17 @@ _FORWARDED_PREFIXES = (
     *("SM_CHANNEL", _HYPERPARAMETER, "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
     *("SM_HOSTS", "SM_NUM_"),
 )
-# A name with one of these is a secret's: anywhere in the name, and as a whole word.
-_SECRET = ("TOKEN", "SECRET", "PASSW", "PASSPHRASE", "CREDENTIAL", "APIKEY")
-_SECRET_WORDS = {"KEY", "KEYS", "AUTH", "PASS"}
-# Variables that are for this process only.
-_THIS_PROCESS = {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
+# A name with one of these is a secret's: anywhere in the name, or as a whole word.
+_SECRET = re.compile(
+    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(?<![A-Z0-9])(KEYS?|AUTH|PASS)(?![A-Z0-9])"
+)
 # Lists of GPUs, which apply only to the host where they are set.
 GPU_LISTS = {
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
 }
+# The others are for this process only.
+_NOT_FORWARDED = GPU_LISTS | {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
 
 
 def launcher_environment(
@@ -83,29 +84,18 @@ def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[s
     Variables that look like secrets and lists of this host's GPUs are left out, unless the user
     names them.
     """
-    names = {name for name in environ if _forwarded_by_default(name)}
+    named = {n for n in environ if n in _FORWARDED or n.startswith(_FORWARDED_PREFIXES)}
+    names = {name for name in named - _NOT_FORWARDED if not is_secret(name)}
     return tuple(sorted(names | (set(chosen) & environ.keys())))
-
-
-def _forwarded_by_default(name: str) -> bool:
-    if name in _THIS_PROCESS or name in GPU_LISTS or is_secret(name):
-        return False
-    return name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
 
 
 def is_secret(name: str) -> bool:
     """Whether a variable's name suggests that its value is a secret."""
-    upper = name.upper()
-    return any(word in upper for word in _SECRET) or not _SECRET_WORDS.isdisjoint(
-        re.split("[^A-Z0-9]", upper)
-    )
+    return _SECRET.search(name.upper()) is not None
 
 
 def name_absent_hyperparameters(environ: Mapping[str, str], names: Collection[str]) -> None:
-    """Log SageMaker's hyperparameters that are not among the names of the variables that are sent.
-
-    They would differ on other hosts.
-    """
+    """Log SageMaker's hyperparameters that are not sent: they would differ on other hosts."""
     for name in sorted(environ.keys() - {*names}):
         if name.startswith(_HYPERPARAMETER):
             logger.warning(

@@ -7,7 +7,7 @@ the command line; ``shown`` makes the line of ``--dry-run`` from it.
 
 import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,12 +28,9 @@ from hvkit.launching.environment import (
 )
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import find_launcher, refuse_ipv6, refuse_users
+from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
-from hvkit.launching.supervision.protocol import (
-    AgentSettings,
-    agent_command,
-)
+from hvkit.launching.supervision.protocol import AgentSettings, agent_command
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
@@ -55,23 +52,24 @@ class Request:
     """The arguments of ``hvkit run``, under their names there."""
 
     command: tuple[str, ...]
-    hosts: tuple[Host, ...] = ()
-    system: str | None = None
-    np: int | None = None
-    min_np: int | None = None
+    hosts: tuple[Host, ...] = ()  # that may get ranks; empty for this host
+    system: str | None = None  # the batch system that allocated them, as in ``Allocation``
+    np: int | None = None  # None for a rank in each slot
+    min_np: int | None = None  # the fewest ranks to go on with; None for all of them
     launcher: str = "mpirun"
+    # For the ranks, besides those that are forwarded; None for the value that it has here.
     variables: Mapping[str, str | None] = field(default_factory=dict)
-    interfaces: tuple[str, ...] = ()
+    interfaces: tuple[str, ...] = ()  # or networks, instead of those found
     bind: Literal["cores", "none"] = "cores"
-    lost_after: float = 30.0
-    grace: float = 10.0
+    lost_after: float = 30.0  # seconds without an acknowledgement
+    grace: float = 10.0  # seconds, after a signal or the failure of another rank
     style: Style = field(default_factory=Style)
     verbose: bool = False
-    stall: float | None = None
+    stall: float | None = None  # seconds; None for HVKIT_STALL_LIMIT_SECONDS, or half an hour
     timeline: Path | None = None
-    max_restarts: int = 0
-    call: Path | None = None
-    from_python: bool = False
+    max_restarts: int = 0  # without progress between two failures
+    call: Path | None = None  # the folder of the function that ``command`` runs
+    from_python: bool = False  # the caller writes np=4, and not -np 4, as do errors
 
     def checked(self) -> "Request":
         """The request; for this host alone, with a number of ranks."""
@@ -122,7 +120,12 @@ def prepared(
     least: int | None = None,
     preempted: Collection[str] = (),
 ) -> SupervisedRun:
-    """Find the launcher, check the hosts, and make the command line."""
+    """Find the launcher, check the hosts, and make the command line.
+
+    ``supervised`` is False if a user types the line. ``least`` is the fewest ranks for a restart: a
+    host that was ready before may be lost now. It leaves out the ``preempted`` hosts if the others
+    suffice.
+    """
     launcher = find_launcher(request.launcher)
     refuse_ipv6(request.hosts, "the command line of mpirun or horovodrun")
     if request.launcher != "mpirun":
@@ -161,11 +164,7 @@ def prepared(
         environ = sendable(environ, names, launcher, request.system)
     job = replace(job, command=agent_command(request.command), environ=environ, forwarded=names)
     if least is None:
-        if job.crowded:
-            logger.warning("more ranks than cores, so they take turns: %s", _numbers(job.crowded))
-        if request.np is not None and job.size < request.np:
-            logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.np)
-        _refuse_absent_ranks(request.style.ranks or (), job.size)
+        _check_first_start(request, job)
     return SupervisedRun(
         command=launcher.command(job),
         environ=environ,
@@ -184,18 +183,26 @@ def prepared(
     )
 
 
+def _check_first_start(request: Request, job: Job) -> None:
+    if job.crowded:
+        listed = ", ".join(
+            f"{counted(ranks, 'rank')} on {counted(cpus, 'core')} of {name}"
+            for name, (ranks, cpus) in job.crowded.items()
+        )
+        logger.warning("more ranks than cores, so they take turns: %s", listed)
+    if request.np is not None and job.size < request.np:
+        logger.warning("%d ranks, not %d: --min-np allows it", job.size, request.np)
+    shown_rank = max((ranks[-1] for ranks in request.style.ranks or ()), default=0)
+    if shown_rank >= job.size:
+        raise UsageError(
+            f"--show {shown_rank}: there is no such rank: use ranks from 0 to {job.size - 1}"
+        )
+
+
 def _wants_logs(environ: Mapping[str, str]) -> bool:
     """Whether the user has set that TensorFlow and JAX log more than warnings."""
     more = ("TF_CPP_MAX_VLOG_LEVEL", "TF_CPP_VMODULE")
     return environ.get("TF_CPP_MIN_LOG_LEVEL") == "0" or any(name in environ for name in more)
-
-
-def _numbers(crowded: Mapping[str, tuple[int, int]]) -> str:
-    listed = (
-        f"{counted(ranks, 'rank')} on {counted(cpus, 'core')} of {name}"
-        for name, (ranks, cpus) in crowded.items()
-    )
-    return ", ".join(listed)
 
 
 def shown(run: SupervisedRun) -> str:
@@ -212,11 +219,3 @@ def shown(run: SupervisedRun) -> str:
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])
-
-
-def _refuse_absent_ranks(show: Sequence[range], size: int) -> None:
-    for ranks in show:
-        if ranks[-1] >= size:
-            raise UsageError(
-                f"--show {ranks[-1]}: there is no such rank: use ranks from 0 to {size - 1}"
-            )

@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from hvkit.errors import UsageError
 
@@ -83,21 +84,20 @@ def _index_of_script(words: Sequence[str]) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class CommandProblem:
-    """Why a host cannot start a command."""
+class CommandProblem(NamedTuple):
+    """Why a host cannot start a command, with the status with which a shell would end."""
 
-    status: int
-    text: str
+    status: int  # NOT_FOUND or NOT_EXECUTABLE
+    text: str  # with the fix
 
 
 @dataclass(frozen=True)
 class RankCommand:
     """The files that a command needs on each host."""
 
-    program: str
-    script: str
-    path: str
+    program: str  # the first word of the command
+    script: str  # that Python is to run; empty if there is none
+    path: str  # the folders in which ranks look for programs, as in PATH
 
     @classmethod
     def of(cls, words: Sequence[str], path: str) -> "RankCommand":
@@ -107,42 +107,28 @@ class RankCommand:
 
     def problem(self, folder: str) -> CommandProblem | None:
         """Why this host cannot start the command in ``folder``; ``None`` if it can."""
-        if problem := self._problem_of_program(folder):
-            return problem
-        if not self.script:
-            return None
-        script = Path(folder, self.script)
-        if not script.exists():
-            return CommandProblem(
-                NOT_FOUND,
-                f"cannot run {self.script}: there is no such file{_in(self.script, folder)}",
-            )
-        if not os.access(script, os.R_OK):
-            return CommandProblem(NOT_EXECUTABLE, f"cannot run {self.script}: you may not read it")
+        for name, status, reason in self._problems(folder):
+            return CommandProblem(status, f"cannot run {name}: {reason}")
         return None
 
-    def _problem_of_program(self, folder: str) -> CommandProblem | None:
-        name = self.program
+    def _problems(self, folder: str) -> Iterator[tuple[str, int, str]]:
+        name, file = self.program, Path(folder, self.program)
         if os.sep not in name:
-            if shutil.which(name, path=self.path):
-                return None
-            return CommandProblem(
-                NOT_FOUND, f"cannot run {name}: there is no such program on PATH{self._fix(folder)}"
-            )
-        file = Path(folder, name)
-        if not file.exists():
-            return CommandProblem(
-                NOT_FOUND, f"cannot run {name}: there is no such file{_in(name, folder)}"
-            )
-        if file.is_dir():
-            return CommandProblem(NOT_EXECUTABLE, f"cannot run {name}: it is a folder")
-        if not os.access(file, os.X_OK):
-            return CommandProblem(
-                NOT_EXECUTABLE, f"cannot run {name}: it is not executable: `chmod +x {name}`"
-            )
-        if reason := _no_program(file):
-            return CommandProblem(NOT_EXECUTABLE, f"cannot run {name}: {reason}")
-        return None
+            if not shutil.which(name, path=self.path):
+                yield name, NOT_FOUND, f"there is no such program on PATH{self._fix(folder)}"
+        elif not file.exists():
+            yield name, NOT_FOUND, f"there is no such file{_in(name, folder)}"
+        elif file.is_dir():
+            yield name, NOT_EXECUTABLE, "it is a folder"
+        elif not os.access(file, os.X_OK):
+            yield name, NOT_EXECUTABLE, f"it is not executable: `chmod +x {name}`"
+        elif reason := _no_program(file):
+            yield name, NOT_EXECUTABLE, reason
+        name, file = self.script, Path(folder, self.script)
+        if name and not file.exists():
+            yield name, NOT_FOUND, f"there is no such file{_in(name, folder)}"
+        elif name and not os.access(file, os.R_OK):
+            yield name, NOT_EXECUTABLE, "you may not read it"
 
     def _fix(self, folder: str) -> str:
         if _PYTHON.fullmatch(self.program):

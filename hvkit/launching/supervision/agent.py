@@ -19,6 +19,8 @@ If ranks run a function, an agent on another host than the supervisor's makes a 
 """
 
 import contextlib
+import json
+import math
 import os
 import select
 import shutil
@@ -30,8 +32,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from hvkit import threads
@@ -80,9 +82,8 @@ def main(command: Sequence[str]) -> int:
         try:
             os.execvp(command[0], list(command))
         except OSError as error:
-            print(f"hvkit: cannot run {command[0]!r}: {error.strerror}", file=sys.stderr)
-            return CANNOT_RUN
-    settings = AgentSettings.from_json(os.environ.pop(SUPERVISOR_VARIABLE))
+            return _refuse(f"cannot run {command[0]!r}: {error.strerror}", CANNOT_RUN)
+    settings = AgentSettings(**json.loads(os.environ.pop(SUPERVISOR_VARIABLE)))
     key = os.environ.pop(KEY_VARIABLE)
     supervisor_is_here = socket.gethostname() == settings.host
     folder = None
@@ -96,59 +97,50 @@ def main(command: Sequence[str]) -> int:
         os.environ.update(settings.variables)
     here = launched_rank(os.environ)
     if here is None:
-        print(
-            "hvkit: the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*): start the run "
-            "with hvkit run",
-            file=sys.stderr,
+        return _refuse(
+            "the launcher set no rank variable (OMPI_*, PMI_*, HOROVOD_*): start the run with "
+            "hvkit run"
         )
-        return 1
     if settings.bind:
         usable = os.sched_getaffinity(0)
-        share = hardware.cpus_of_rank(hardware.cores(usable), here.local_rank, here.local_size)
-        os.sched_setaffinity(0, share or usable)
+        cpus = hardware.cpus_of_rank(hardware.cores(usable), here.local_rank, here.local_size)
+        os.sched_setaffinity(0, cpus or usable)
     try:
-        wants_call = folder is not None
-        connection = AgentConnection.to_supervisor(settings, key, here.rank, wants_call=wants_call)
+        connection = AgentConnection.to_supervisor(settings, key, here.rank, folder is not None)
     except OSError as error:
         addresses = ", ".join(settings.addresses)
-        print(
-            f"hvkit: rank {here.rank} on {socket.gethostname()} cannot reach `hvkit run` at "
-            f"{addresses}, port {settings.port}: {error}. Every host must be able to open TCP "
-            "connections to the host of `hvkit run`",
-            file=sys.stderr,
+        return _refuse(
+            f"rank {here.rank} on {socket.gethostname()} cannot reach `hvkit run` at {addresses}, "
+            f"port {settings.port}: {error}. Every host must be able to open TCP connections to "
+            "the host of `hvkit run`"
         )
-        return 1
     return _Agent(connection, command, settings, guard, here.rank, folder).run()
 
 
+def _refuse(text: str, status: int = 1) -> int:
+    print(f"hvkit: {text}", file=sys.stderr)
+    return status
+
+
+@dataclass
 class _Agent:
-    def __init__(
-        self,
-        connection: AgentConnection,
-        command: Sequence[str],
-        settings: AgentSettings,
-        guard: int,
-        number: int,
-        folder: Path | None,
-    ) -> None:
-        self.connection = connection
-        self.command = command
-        self.settings = settings
-        self.guard = guard
-        self.number = number
-        # For the call, if this host does not share the supervisor's folder.
-        self.folder = folder
-        self.stopping = threading.Event()
-        self.deadline = float("inf")
-        self.interrupted = False
-        self.lost = False
-        self.guard_lost = False
-        self.ended_at = time.monotonic()
-        self.listener: threading.Thread | None = None
-        self.child: subprocess.Popen[bytes] | None = None
-        self.reports = -1
-        # The process that trains, once it has reported: the command may be a shell that started it.
-        self.rank: int | None = None
+    connection: AgentConnection
+    command: Sequence[str]
+    settings: AgentSettings
+    guard: int
+    number: int
+    folder: Path | None  # for the call, if this host does not share the supervisor's
+    stopping: threading.Event = field(default_factory=threading.Event)
+    deadline: float = math.inf
+    interrupted: bool = False
+    lost: bool = False
+    guard_lost: bool = False
+    ended_at: float = field(default_factory=time.monotonic)
+    listener: threading.Thread | None = None
+    child: "subprocess.Popen[bytes] | None" = None
+    reports: int = -1
+    # The process that trains, once it has reported: the command may be a shell that started it.
+    rank: int | None = None
 
     def run(self) -> int:
         adopt_orphans()
@@ -171,12 +163,10 @@ class _Agent:
             return CANNOT_RUN
         self.child = child
         self.listener = threads.start("hvkit-requests", self.listen)
-        reports = threads.start("hvkit-reports", self.pass_reports_on)
-        assert child.stdout is not None
-        assert child.stderr is not None
-        streams = ((Frame.STDOUT, child.stdout), (Frame.STDERR, child.stderr))
-        pumps = [threads.start("hvkit-output", self.pump, *stream) for stream in streams]
-        return self.finish(child, self.wait(child), [*pumps, reports])
+        streams = {Frame.STDOUT: child.stdout, Frame.STDERR: child.stderr}
+        pumps = [threads.start("hvkit-output", self.pump, *each) for each in streams.items()]
+        pumps.append(threads.start("hvkit-reports", self.pass_reports_on))
+        return self.finish(child, self.wait(child), pumps)
 
     def start_command(self) -> "subprocess.Popen[bytes]":
         self.reports, reports = os.pipe()
@@ -255,7 +245,6 @@ class _Agent:
         thread.join(timeout=_LAST_OUTPUT)
 
     def pump(self, stream: Frame, pipe: IO[bytes]) -> None:
-        """Send the command's output to the supervisor."""
         while data := os.read(pipe.fileno(), PIECE):
             self.connection.send_output(stream, data)
 
@@ -285,38 +274,35 @@ class _Agent:
         """Carry out the supervisor's requests until the connection is lost."""
         try:
             while True:
-                frame, value = self.connection.receive()
-                if frame is Frame.STOP:
-                    self.stop_within(value / 1000)
-                elif frame is Frame.INTERRUPT:
-                    self.interrupt_command()
-                elif frame is Frame.SIGNAL:
-                    self.signal_command(value)
-                elif frame is Frame.ASK:
-                    now = {"number": value, "now": time.monotonic()}
-                    self.connection.send_json(Frame.CLOCK, now)
+                match self.connection.receive():
+                    case Frame.STOP, milliseconds:
+                        self.stop_within(milliseconds / 1000)
+                    case Frame.INTERRUPT, _:
+                        # The signal of Ctrl-C. The supervisor decides what follows, and when.
+                        self.interrupted = True
+                        if self.child is not None:
+                            interrupt(self.child.pid)
+                    case Frame.SIGNAL, number:
+                        self.signal_command(number)
+                    case Frame.ASK, number:
+                        now = {"number": number, "now": time.monotonic()}
+                        self.connection.send_json(Frame.CLOCK, now)
         except ConnectionLost:
             self.lost = True
             self.stop_within(0)
 
     def stop_within(self, seconds: float) -> None:
-        """End the command, by force after this time."""
+        """End the command, by force after so many seconds."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         self.stopping.set()
 
-    def interrupt_command(self) -> None:
-        """Send the command the signal of Ctrl-C. The supervisor decides what follows, and when."""
-        self.interrupted = True
-        if self.child is not None:
-            interrupt(self.child.pid)
-
-    def stop_for_launcher(self, number: int, frame: FrameType | None) -> None:
+    def stop_for_launcher(self, *_: object) -> None:
         """Handle a signal with which the launcher ends this rank."""
         # After an interrupt, ignore it: launchers end all ranks as soon as the first has ended.
         if not self.interrupted:
             self.stop_within(self.settings.grace)
 
-    def signal_command(self, number: int, frame: FrameType | None = None) -> None:
+    def signal_command(self, number: int, _: object = None) -> None:
         """Send the command a signal, or pass one on."""
         if self.child is not None:
             self.child.send_signal(number)

@@ -14,11 +14,10 @@ import contextlib
 import hmac
 import json
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ _AGENT = "hvkit.launching.supervision.agent"
 _MARK = "+"
 _MARKED = (_MARK, "-", ":")
 
-_NUMBER = struct.Struct("!I")
+_NUMBER_BYTES = 4
 
 LONGEST_FRAME = 1 << 16
 """Bytes of the longest frame, without its header."""
@@ -108,23 +107,15 @@ def command_of_agent(words: Sequence[str]) -> tuple[str, ...]:
 class AgentSettings:
     """The settings of a run that its agents need; they get them in the environment."""
 
-    addresses: Sequence[str]
-    lost_after: float | None
-    grace: float
-    bind: bool
+    addresses: Sequence[str]  # of the supervisor, in the order to try; one host: only loopback
+    lost_after: float | None  # seconds without an acknowledgement; None if the run uses one host
+    grace: float  # seconds that commands have to end
+    bind: bool  # each rank to its part of the host's cores
+    # For the commands on the supervisor's host only.
     variables: Mapping[str, str] = field(default_factory=dict)
-    call: str | None = None
+    call: str | None = None  # the folder on the supervisor's host, if ranks run a function
     host: str = ""
     port: int = 0
-
-    def to_json(self) -> str:
-        """The value of ``SUPERVISOR_VARIABLE``."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "AgentSettings":
-        """The settings in the value of ``SUPERVISOR_VARIABLE``."""
-        return cls(**json.loads(text))
 
 
 class AgentConnection:
@@ -140,7 +131,7 @@ class AgentConnection:
 
     @classmethod
     def to_supervisor(
-        cls, settings: AgentSettings, key: str, rank: int, *, wants_call: bool = False
+        cls, settings: AgentSettings, key: str, rank: int, wants_call: bool
     ) -> "AgentConnection":
         """Connect to the first address where the supervisor answers, and send the HELLO.
 
@@ -149,9 +140,8 @@ class AgentConnection:
         connected = connect(settings.addresses, settings.port, bytes.fromhex(key))
         keep_alive(connected, settings.lost_after)
         agent = cls(connected, bytes.fromhex(key))
-        agent.send_json(
-            Frame.HELLO, {"rank": rank, "host": socket.gethostname(), "call": wants_call}
-        )
+        hello = {"rank": rank, "host": socket.gethostname(), "call": wants_call}
+        agent.send_json(Frame.HELLO, hello)
         return agent
 
     def send(self, frame: Frame, payload: bytes = b"") -> None:
@@ -174,13 +164,11 @@ class AgentConnection:
     def receive_call(self, path: Path) -> None:
         """Write the call, which the supervisor sends before anything else, to a file."""
         call = SealedFile(path, self._key, Frame.CALL)
-        complete = False
-        while not complete:
-            frame, piece = self._connection.receive()
-            try:
-                complete = call.take(frame, piece)
-            except ValueError as problem:
-                raise ConnectionLost(str(problem)) from problem
+        try:
+            while not call.take(*self._connection.receive()):
+                pass
+        except ValueError as problem:
+            raise ConnectionLost(str(problem)) from problem
 
     def send_outcome(self, path: Path) -> None:
         """Send the file with what the function has returned or raised on this rank."""
@@ -245,7 +233,10 @@ def _seal(path: Path, key: bytes) -> hmac.HMAC:
 
 
 def fields(payload: bytes | bytearray, **types: type) -> list[Any]:
-    """Values of a JSON object, in the order of ``types``; None for one that it lacks."""
+    """Values of a JSON object, in the order of ``types``; None for one that it lacks.
+
+    ``float`` accepts integers, too. Another type is a ``ValueError``.
+    """
     try:
         values = json.loads(payload)
     except RecursionError:
@@ -265,12 +256,11 @@ def fields(payload: bytes | bytearray, **types: type) -> list[Any]:
 
 def packed(number: int) -> bytes:
     """The payload of a frame that holds a number."""
-    return _NUMBER.pack(number)
+    return number.to_bytes(_NUMBER_BYTES, "big")
 
 
 def unpacked(payload: bytes | bytearray) -> int:
     """The number in a payload."""
-    if len(payload) != _NUMBER.size:
+    if len(payload) != _NUMBER_BYTES:
         raise ValueError(f"a number of {len(payload)} bytes")
-    number: int = _NUMBER.unpack(payload)[0]
-    return number
+    return int.from_bytes(payload, "big")

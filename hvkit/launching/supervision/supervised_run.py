@@ -1,6 +1,7 @@
 """Runs a launcher, watches its ranks, and ends everything on all hosts after a failure."""
 
 import contextlib
+import json
 import math
 import queue
 import secrets
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from hvkit import threads
@@ -72,29 +73,31 @@ class SupervisedRun:
     """A launcher's command line, and how to watch its ranks."""
 
     command: Sequence[str]
-    environ: Mapping[str, str]
-    launcher: str
+    environ: Mapping[str, str]  # of the launcher
+    launcher: str  # its name in messages
     size: int
-    agents: AgentSettings
-    hosts: Sequence[str] = ()
+    agents: AgentSettings  # ``host`` and ``port`` are set when the supervisor listens
+    hosts: Sequence[str] = ()  # by rank, the name of its host in the hostfile or list
     style: Style = field(default_factory=Style)
-    status: RunStatus = field(default_factory=RunStatus)
+    status: RunStatus = field(default_factory=RunStatus)  # over all tries
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a run has ended."""
 
-    status: int
-    reason: str = ""
+    status: int  # the exit status of the rank that failed first, or 0
+    reason: str = ""  # in one line; empty if all ranks ended well
+    # Not after a signal to this process, nor if the command does not exist or output cannot be
+    # written: another try would not succeed.
     restartable: bool = False
-    preempted: bool = False
-    terminated: frozenset[int] = frozenset()
-    saved: int | None = None
-    replicas: bool = False
-    raised: Raised | None = None
-    rank: int | None = None
-    size: int = 0
+    preempted: bool = False  # the ranks have left after SIGTERM, with a checkpoint
+    terminated: frozenset[int] = frozenset()  # the ranks that got that SIGTERM
+    saved: int | None = None  # the step of the newest checkpoint that was saved or resumed
+    replicas: bool = False  # hosts hold copies of it in memory
+    raised: Raised | None = None  # the exception that ended it before any step
+    rank: int | None = None  # that failed first
+    size: int = 0  # the number of ranks; 0 if none were started
 
 
 def supervise(run: SupervisedRun) -> Outcome:
@@ -131,22 +134,15 @@ class _Supervision:
         call = None if run.agents.call is None else Path(run.agents.call)
         if call is not None:
             call_folder.remove_outcomes(call)
-        self.supervisor = Supervisor(
-            run.size,
-            self.key,
-            run.style,
-            run.agents.lost_after,
-            self.wake,
-            status=run.status,
-            call=call,
-        )
+        given = run.size, self.key, run.style, run.agents.lost_after, self.wake
+        self.supervisor = Supervisor(*given, status=run.status, call=call)
         self.screen = self.supervisor.screen
         self.launcher_output = LauncherOutput(
             self.supervisor.write, self.screen.show, lambda: self.ends, run.style.log_dir
         )
         self.begun = time.monotonic()
 
-    def wake(self) -> None:
+    def wake(self, _: object = None) -> None:
         self.news.put(None)
 
     def supervise(self) -> Outcome:
@@ -168,21 +164,21 @@ class _Supervision:
             threads.start("hvkit-close", self.close, status).join(0.5 if self.hurried else None)
             self.supervisor.hang_up()
         self.screen.end_line()
-        if status is not None and status < 0 and not self.hurried:
-            outcome = self.blame_launcher(self.launcher.pid, -status)
-        else:
-            outcome = self.conclude(status)
-        return replace(outcome, replicas=self.supervisor.replicas)
+        return replace(self.conclude(status), replicas=self.supervisor.replicas)
 
     def ended(self, status: int, reason: str) -> Outcome:
         """The outcome of a run for which another try may succeed."""
         return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
 
+    def failed(self, status: int, reason: str) -> Outcome:
+        self.screen.say(f"hvkit run: {reason}", failed=True)
+        return self.ended(status, reason)
+
     def start(self, port: int) -> None:
         """Start the launcher, whose agents connect to this port."""
         run = self.run
-        settings = replace(run.agents, host=socket.gethostname(), port=port)
-        for_agents = {SUPERVISOR_VARIABLE: settings.to_json(), KEY_VARIABLE: self.key.hex()}
+        settings = asdict(replace(run.agents, host=socket.gethostname(), port=port))
+        for_agents = {SUPERVISOR_VARIABLE: json.dumps(settings), KEY_VARIABLE: self.key.hex()}
         self.launcher = subprocess.Popen(
             run.command,
             env={**run.environ, **for_agents},
@@ -199,19 +195,14 @@ class _Supervision:
         assert self.launcher.stderr is not None
         self.launcher_output.read(Frame.STDOUT, self.launcher.stdout)
         self.launcher_output.read(Frame.STDERR, self.launcher.stderr)
-        threads.start("hvkit-launcher", self.wait_for_launcher)
-
-    def wait_for_launcher(self) -> None:
-        self.launcher.wait()
-        self.wake()
+        threads.start("hvkit-launcher", lambda: self.wake(self.launcher.wait()))
 
     def close(self, status: int | None) -> None:
         """Show the rest of the output, without what the report of a failure repeats."""
         self.launcher_output.finish(_LAUNCHER_PRINTS)
         if self.launcher_explains_end(status):
             self.launcher_output.show_kept()
-        about = self.supervisor.failures, self.supervisor.cause
-        self.supervisor.close(reported(*about))
+        self.supervisor.close(reported(self.supervisor.failures, self.supervisor.cause))
 
     def launcher_explains_end(self, status: int | None) -> bool:
         """Whether the launcher's last output may explain the end of the run."""
@@ -225,8 +216,8 @@ class _Supervision:
     @property
     def ends(self) -> bool:
         """Whether the run is ending, for any reason."""
-        ended = self.stopping or self.supervisor.failed or self.supervisor.all_ended
-        return ended or self.ended_by is not None
+        stops = self.stopping or self.ended_by is not None
+        return stops or self.supervisor.failed or self.supervisor.all_ended
 
     def show_now(self) -> None:
         self.run.status.update(phase="", **self.supervisor.state())
@@ -301,13 +292,6 @@ class _Supervision:
         end_descendants()
         self.launcher.wait()
 
-    def blame_launcher(self, launcher: int, number: int) -> Outcome:
-        """Report that the launcher was killed, from which all other failures follow."""
-        name = signal.Signals(number).name
-        reason = f"{self.run.launcher} (process {launcher}) was killed by {name}"
-        self.screen.say(f"hvkit run: {reason}", failed=True)
-        return self.ended(128 + number, reason)
-
     def left(self) -> Outcome:
         """Report that the ranks have left after SIGTERM."""
         got = self.supervisor.terminated
@@ -325,6 +309,10 @@ class _Supervision:
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.problem) is not None:
             return Outcome(self.report_write_error(problem))
+        if status is not None and status < 0:  # all other failures follow from that
+            name = signal.Signals(-status).name
+            reason = f"{self.run.launcher} (process {self.launcher.pid}) was killed by {name}"
+            return self.failed(128 - status, reason)
         failures = self.supervisor.failures
         others = [each for each in failures if each.rank not in self.supervisor.left]
         if self.supervisor.left and all(each.stopped for each in others):
@@ -335,28 +323,19 @@ class _Supervision:
             self.screen.say(text, failed=True)
         if first:
             outcome = self.ended(first.exit_status, in_one_line(*about))
-            cannot_run = first.problem is not None and first.status == CANNOT_RUN
-            return replace(
-                outcome,
-                restartable=not cannot_run,
-                raised=self.raised_early(first),
-                rank=first.rank,
-            )
-        if status is None and self.supervisor.all_ended:
+            restartable = first.problem is None or first.status != CANNOT_RUN
+            raised = self.raised_early(first)
+            return replace(outcome, restartable=restartable, raised=raised, rank=first.rank)
+        if status == 0 or (status is None and self.supervisor.all_ended):
             return Outcome(0)
         if status is None:
             return self.ended(1, "the ranks ended without an exit status")
-        if status == 0:
-            return Outcome(0)
-        reason = self.launcher_failed(status)
-        self.screen.say(f"hvkit run: {reason}", failed=True)
-        return self.ended(status, reason)
+        return self.failed(status, self.launcher_failed(status))
 
     def raised_early(self, first: Failure) -> Raised | None:
         """The exception that ended the run before its first step; None for any other end."""
         steps = self.supervisor.step > (self.supervisor.resumed or 0)
-        soon = time.monotonic() - self.begun < _BEGINS
-        if steps or not soon:
+        if steps or time.monotonic() - self.begun > _BEGINS:
             return None
         if first.is_consequence:  # of a rank that was stopped while its exception ended it
             return next(filter(None, (each.raised for each in self.supervisor.failures)), None)
@@ -368,9 +347,8 @@ class _Supervision:
             # Silent, like any program whose output is piped into `head`.
             return 128 + signal.SIGPIPE
         where = f" to {problem.filename}" if problem.filename else ""
-        text = f"hvkit run: cannot write output{where}: {problem.strerror}"
-        self.screen.say(text, failed=True)
-        return 1
+        reason = f"cannot write output{where}: {problem.strerror}"
+        return self.failed(1, reason).status
 
     def launcher_failed(self, status: int) -> str:
         """Why the launcher ended with this status, although no rank has failed by itself."""

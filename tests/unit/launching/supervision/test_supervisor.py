@@ -161,7 +161,7 @@ def test_ranks_of_a_host_are_bound_to_different_cores():
 def test_a_stranger_with_another_key_cannot_pose_as_an_agent(started):
     running = started()
     environment = psutil.Process(below(running)["agent"][0].pid).environ()
-    settings = AgentSettings.from_json(environment["HVKIT_RUN"])
+    settings = AgentSettings(**json.loads(environment["HVKIT_RUN"]))
     stranger = socket.create_connection((settings.addresses[0], settings.port))
     frames = [
         frame(Frame.HELLO, json.dumps({"rank": 0, "host": "x"}).encode()),
