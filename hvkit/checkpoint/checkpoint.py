@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +12,6 @@ from hvkit.checkpoint.part_types import StrategyPart, parts_of, parts_of_strateg
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.resume import FitState, Progress
 from hvkit.checkpoint.saved_object import (
-    Fingerprints,
     all_of,
     named_fingerprints,
     rank_states,
@@ -25,7 +23,6 @@ from hvkit.communication import collectives, messages
 from hvkit.communication.collectives import require_equal, share
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
-from hvkit.random_states import Arrays
 from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.sync.fingerprints import require_same, warn_of_unlike
 from hvkit.watch.calls import last_step, named, resume_at
@@ -57,9 +54,8 @@ class Checkpoint:
     A checkpoint is a folder ``DIRECTORY/step-000000123``. It holds PyTorch state dicts as
     ``model.pt`` and so on, for ``torch.load``; a Keras model as ``model.weights.h5``, for
     ``model.load_weights``; and the variables of a Keras optimizer, in their order, as
-    ``optimizer.npz``. Rank 0 writes it under another name, flushes it to disk and renames it, so a
-    run killed at any moment leaves its newest complete checkpoint behind. Only rank 0 writes to
-    the directory; other hosts need not see it, unless it is ``sharded``.
+    ``optimizer.npz``. A run killed at any moment leaves its newest complete checkpoint behind. Only
+    rank 0 writes to the directory; other hosts need not see it, unless it is ``sharded``.
 
     A run that is stopped and resumed on the same number of ranks ends with the same weights as a
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
@@ -141,20 +137,21 @@ class Checkpoint:
         self._objects = list(parts.values())
         refuse_groups("hvkit.Checkpoint", self._objects)
         self.parts = parts_of(parts)
-        self._check_sharded()
+        if sharded:
+            self._refuse_sharded()
         self._replicas = Replicas(self.directory, self.replicas)
         self._writer = Writer(self.directory, self.keep, background, self._replicas)
-        self._fit_state = FitState()
+        self.fit_state = FitState()
         self._epoch = 0
         self._equal_steps: bool | None = None
 
-    def _check_sharded(self) -> None:
-        """Raise ValueError if ranks must write their own parts, but cannot."""
-        if self.sharded and (self.background or self.replicas):
+    def _refuse_sharded(self) -> None:
+        """Raise ValueError if ranks cannot write their own parts."""
+        if self.background or self.replicas:
             raise ValueError(
                 "sharded=True writes at once, from all ranks: leave out background= and replicas="
             )
-        for part in self.parts if self.sharded else ():
+        for part in self.parts:
             if (record := part.record) and record.gathered and not record.sharded:
                 raise ValueError(
                     f"sharded=True saves the parts of PyTorch's meshes, but {part.name} is divided "
@@ -200,8 +197,8 @@ class Checkpoint:
                 epoch=check_count("epoch", epoch, least=0),
                 step=check_count("step", step, least=0),
                 batches=check_count("batches", batches, least=0),
-                epoch_batches=self._fit_state.epoch_batches if batches else 0,
-                extras=_checked_extras(extras),
+                epoch_batches=self.fit_state.epoch_batches if batches else 0,
+                extras=_as_json_object(extras),
                 size=runtime.size(),
             )
             facts = [
@@ -210,7 +207,10 @@ class Checkpoint:
                 f"sharded={self.sharded}",
             ]
             self._writer.wait()
-            self._end_epoch(manifest.epoch)
+            if manifest.epoch > self._epoch:
+                for part in self.parts:
+                    part.end_epoch()
+                self._epoch = manifest.epoch
             of_strategies = parts_of_strategies(self.parts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
@@ -221,13 +221,9 @@ class Checkpoint:
         for each in of_strategies:
             each.keeper.arrive()
         parts = [*self.parts, *of_strategies]
-        local: dict[str, Arrays] = {}
-        digests: dict[str, bytes] = {}
-        compared: Fingerprints = ([], [])
-        may_differ: Fingerprints = ([], [])
         try:
             with all_of(each.keeper.unsettled() for each in of_strategies):
-                local, digests = rank_states(parts, self._fit_state.epoch_random if batches else {})
+                local, digests = rank_states(parts, self.fit_state.epoch_random if batches else {})
             compared = named_fingerprints((part.name, *part.compared()) for part in parts)
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
@@ -250,12 +246,6 @@ class Checkpoint:
                 logger.info("saved %s after SIGTERM: all ranks leave", folder)
             PREEMPTION.leave()
         return folder
-
-    def _end_epoch(self, epoch: int) -> None:
-        if epoch > self._epoch:
-            for part in self.parts:
-                part.end_epoch()
-            self._epoch = epoch
 
     @named("Checkpoint.end_step")
     def end_step(
@@ -375,10 +365,14 @@ class Checkpoint:
         resume_at(written.step, collectives.from_rank(0, last_step()))
         if runtime.rank() == 0:
             report(saved=written.step, directory=directory)
-        start = resume.progress_of(written, folder)
-        self._fit_state.start, self._fit_state.batches_read = start, written.batches
-        self._fit_state.random = random_states.as_arrays()
-        self._fit_state.saved_epoch_random = epoch_random
+        batches = resume.batches_after(written.batches, (written.size, 0), (runtime.size(), 0))
+        start = Progress(
+            *(written.epoch, written.step, batches, written.extras, written.size, folder),
+            epoch_batches=written.epoch_batches,
+        )
+        self.fit_state.start, self.fit_state.batches_read = start, written.batches
+        self.fit_state.random = random_states.as_arrays()
+        self.fit_state.saved_epoch_random = epoch_random
         return start
 
     def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
@@ -403,33 +397,31 @@ class Checkpoint:
         """
         from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
-        steps = None if every == "epoch" else check_count("every", every)
-        return SaveCallback(self.save, self.wait, self.parts, self._fit_state, steps)
+        return SaveCallback(self, None if every == "epoch" else check_count("every", every))
 
 
-def _checked_extras(extras: object) -> dict[str, Any]:
-    """The extras as JSON returns them; TypeError if it would change more than tuples to lists."""
+def _as_json_object(extras: object) -> dict[str, Any]:
     if extras is None:
         return {}
     if not isinstance(extras, dict):
         raise TypeError(f"extras must be a dict, got {extras!r} of type {type(extras).__name__}")
-    _require_json(extras, "extras")
-    copy: dict[str, Any] = json.loads(json.dumps(extras))
-    return copy
+    found: dict[str, Any] = _as_json(extras, "extras")
+    return found
 
 
-def _require_json(value: object, name: str) -> None:
+def _as_json(value: object, name: str) -> Any:
+    """A copy with lists in place of tuples; TypeError if JSON would change anything else."""
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{name} has the key {key!r} of type {_type_of(key)}; {_JSON}")
-            _require_json(each, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, each in enumerate(value):
-            _require_json(each, f"{name}[{i}]")
-    elif value is not None and not isinstance(value, str | int | float):
+        return {key: _as_json(each, f"{name}[{key!r}]") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(each, f"{name}[{i}]") for i, each in enumerate(value)]
+    if value is not None and not isinstance(value, str | int | float):
         hint = "; use .item() or .tolist()" if hasattr(value, "tolist") else ""
         raise TypeError(f"{name} is of type {_type_of(value)}; {_JSON}{hint}")
+    return value
 
 
 def _type_of(value: object) -> str:

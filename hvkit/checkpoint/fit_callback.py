@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from hvkit.checkpoint.keras import OptimizerPart
-from hvkit.checkpoint.resume import FitState
-from hvkit.checkpoint.saved_object import Part
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates, parts_of
 from hvkit.sync.distributed_objects import keepers_of
 from hvkit.sync.nonfinite import skipped_steps
 from hvkit.watch.preemption import PREEMPTION
+
+if TYPE_CHECKING:
+    from hvkit.checkpoint.checkpoint import Checkpoint
 
 # On PyTorch, dropout uses the same generators as ``fit`` when it shuffles an epoch. On TensorFlow
 # a shuffle has a state that cannot be read.
@@ -29,32 +30,21 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves, and makes ``fit`` skip the batches that the saved run trained on.
 
     Wherever it stands in ``callbacks``, Keras calls it after all others: these may still change
-    what the next epoch begins with, such as the learning rate.
-
-    Args:
-        save, wait, parts, state: of the checkpoint.
-        every: steps from one save to the next; None to save only when an epoch ends.
+    what the next epoch begins with, such as the learning rate. It saves when an epoch ends, and
+    every so many steps.
     """
 
     never_stops = True
     """It never ends training, so the ranks need not agree after every step whether to stop."""
 
-    def __init__(
-        self,
-        save: Callable[..., object],
-        wait: Callable[[], None],
-        parts: Sequence[Part],
-        state: FitState,
-        every: int | None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, every: int | None) -> None:
         super().__init__()
         _call_last()
         self.swaps: list[EmaSwap] = []
-        self._save_checkpoint = save
-        self._wait_for_writer = wait
-        self._optimizers = [part.optimizer for part in parts if isinstance(part, OptimizerPart)]
-        self._state = state
-        self._every = every
+        self._checkpoint, self._state, self._every = checkpoint, checkpoint.fit_state, every
+        self._optimizers = [
+            part.optimizer for part in checkpoint.parts if isinstance(part, OptimizerPart)
+        ]
         self._epoch = 0
         self._batches = 0
         self._skipped = 0
@@ -89,7 +79,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         for swap in self.swaps:
             swap.forget()
         PREEMPTION.stop_handling()
-        self._wait_for_writer()
+        self._checkpoint.wait()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch = epoch
@@ -167,7 +157,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._model.train_function, self._train = self._train, None
 
     def _save(self, epoch: int, step: int, batches: int) -> None:
-        self._save_checkpoint(epoch=epoch, step=step, batches=batches)
+        self._checkpoint.save(epoch=epoch, step=step, batches=batches)
         self._saved = step
 
     def _step(self) -> int:
@@ -191,9 +181,6 @@ class EmaSwap:
 
     From there until the next epoch begins, the model holds the averages, and the optimizer the
     weights with which training continues. After the last epoch only the averages are left.
-
-    Args:
-        callback: with ``swap_on_epoch``.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -223,7 +210,6 @@ class EmaSwap:
             _assign(variables, before)
 
     def forget(self) -> None:
-        """Leave the callback as it was."""
         vars(self._callback).pop("_finalize_ema_values", None)
 
     def _optimizers(self) -> list[Any]:
@@ -259,22 +245,17 @@ def _call_last() -> None:
 
     def set_model_and_order(self: Any, model: Any) -> None:
         set_model(self, model)
-        if any(isinstance(each, SaveCallback) for each in self.callbacks):
-            self.callbacks.sort(key=lambda each: isinstance(each, SaveCallback))
-            _undo_swaps(self.callbacks)
+        saving = [each for each in self.callbacks if isinstance(each, SaveCallback)]
+        if not saving:
+            return
+        self.callbacks.sort(key=lambda each: isinstance(each, SaveCallback))
+        swapping = keras.callbacks.SwapEMAWeights
+        swaps = [c for c in self.callbacks if isinstance(c, swapping) and c.swap_on_epoch]
+        undoing = [EmaSwap(each) for each in swaps]
+        for each in saving:
+            each.swaps = undoing
 
     kind.set_model = set_model_and_order
-
-
-def _undo_swaps(callbacks: Sequence[Any]) -> None:
-    """Let callbacks that save know the ``SwapEMAWeights`` in the same list."""
-    swapping = getattr(keras.callbacks, "SwapEMAWeights", ())
-    swaps = [
-        EmaSwap(each) for each in callbacks if isinstance(each, swapping) and each.swap_on_epoch
-    ]
-    for each in callbacks:
-        if isinstance(each, SaveCallback):
-            each.swaps = swaps
 
 
 def _metrics_before_training(model: Any, batch: Any) -> Any:

@@ -6,6 +6,7 @@ another number of ranks, resumes the same numbers.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -47,13 +48,7 @@ _DTYPES = "dtypes"
 
 
 class ArraysPart(Part):
-    """The arrays and numbers of a module or an optimizer of NNX, or of pytrees in a namespace.
-
-    Args:
-        name: the part's name.
-        obj: the module or optimizer, whose arrays ``load`` sets; or a ``types.SimpleNamespace``
-            that holds pytrees, whose attributes it sets.
-    """
+    """The arrays and numbers of a module or an optimizer of NNX, or of pytrees in a namespace."""
 
     def __init__(self, name: str, obj: Any) -> None:
         super().__init__(name, ".npz", obj)
@@ -66,9 +61,8 @@ class ArraysPart(Part):
         return self.object if is_model else None
 
     def _tree(self) -> Any:
-        return (
-            vars(self.object) if isinstance(self.object, SimpleNamespace) else tree_of(self.object)
-        )
+        thing = self.object
+        return vars(thing) if isinstance(thing, SimpleNamespace) else tree_of(thing)
 
     def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of a tree of this object, with their names."""
@@ -88,8 +82,14 @@ class ArraysPart(Part):
 
     def save(self, path: Path) -> None:
         values: dict[str, np.ndarray[Any, Any]] = {}
-        self._refuse_text()
-        for name, leaf in self._leaves(self._tree() if self._whole is None else self._whole):
+        for name, leaf in self._named(self._tree() if self._whole is None else self._whole):
+            if isinstance(leaf, str | bytes):  # a run would lose it
+                raise TypeError(
+                    f"{self.name} holds arrays and numbers, but {name} is {leaf!r}: pass text to "
+                    "save(..., extras={...})"
+                )
+            if not _holds(leaf):
+                continue
             if name in values or name == _DTYPES:
                 raise ValueError(f"{self.name} has two arrays of the name {name}")
             values[name] = to_host(leaf) if is_array(leaf) else np.asarray(leaf)
@@ -100,15 +100,6 @@ class ArraysPart(Part):
             for name, value in values.items()
         }
         write_arrays(path, {**plain, _DTYPES: np.array(json.dumps(dtypes))})
-
-    def _refuse_text(self) -> None:
-        """Raise TypeError for text, which an array file does not hold and a run would lose."""
-        for name, leaf in self._named(self._tree()):
-            if isinstance(leaf, str | bytes):
-                raise TypeError(
-                    f"{self.name} holds arrays and numbers, but {name} is {leaf!r}: pass text to "
-                    "save(..., extras={...})"
-                )
 
     def rank_state(self) -> Arrays:
         """In a round of local weights: all arrays, and where this rank's random numbers go on."""
@@ -122,13 +113,8 @@ class ArraysPart(Part):
         }
 
     def load_rank_state(self, arrays: Arrays) -> None:
-        found = {
-            name.removeprefix(prefix): array
-            for prefix in (SEED, NOT_IN_FILE, LOCAL)
-            for name, array in arrays.items()
-            if name.startswith(prefix)
-        }
-        self._set(found)
+        prefixes = (SEED, NOT_IN_FILE, LOCAL)  # LOCAL is the beginning of NOT_IN_FILE
+        self._set({functools.reduce(str.removeprefix, prefixes, n): a for n, a in arrays.items()})
 
     def _seeds(self) -> set[str]:
         """The names of the arrays with which a module draws random numbers."""

@@ -150,13 +150,7 @@ def _without_optimizer(model: Any) -> Iterator[None]:
 
 
 class OptimizerPart(_VariablesPart):
-    """An optimizer: its variables, in their order, in a plain ``.npz`` file.
-
-    Args:
-        name: the part's name.
-        optimizer: the optimizer.
-        models: the checkpoint's models, with the weights that the optimizer may update.
-    """
+    """An optimizer, which may update weights of ``models``: its variables, in their order."""
 
     def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
         super().__init__(name, ".npz", optimizer)
@@ -247,13 +241,7 @@ class OptimizerPart(_VariablesPart):
 
 
 class CallbackPart(Part):
-    """The counters of a callback that watches a metric, in a plain ``.npz`` file.
-
-    ``fit`` resets these counters when it begins.
-
-    Raises:
-        TypeError: the callback is of a class whose counters are not known here.
-    """
+    """The counters of a callback that watches a metric; ``fit`` resets them when it begins."""
 
     def __init__(self, name: str, callback: Any) -> None:
         super().__init__(name, ".npz", callback)

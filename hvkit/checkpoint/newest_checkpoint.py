@@ -41,16 +41,7 @@ _Skipped = tuple[str, str, str]
 @sendable
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint, and the rank that can read it.
-
-    Attributes:
-        rank: the rank that reads it.
-        host: that rank's host.
-        folder: its folder there.
-        in_memory: whether that is a copy in the host's memory.
-        manifest: its manifest.
-        file: inode and time of the manifest's file, the same on all hosts that share a directory.
-    """
+    """A checkpoint, and the rank that can read it."""
 
     rank: int
     host: str
@@ -58,26 +49,17 @@ class FoundCheckpoint:
     in_memory: bool
     manifest: Manifest
     file: tuple[int, int]
+    """Inode and time of the manifest's file, the same on all hosts that share a directory."""
 
     def __str__(self) -> str:
         return _named(self.folder, self.rank, self.host, in_memory=self.in_memory)
 
 
 def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoint, bool] | None:
-    """The newest complete checkpoint; None if there is none. A collective.
+    """The newest complete checkpoint, and whether rank 0's directory holds it; a collective.
 
-    Rank 0 logs the damaged checkpoints that are skipped.
-
-    Args:
-        directory: the directory of checkpoints.
-        replicas: the copies in memory.
-        call: the user's call.
-
-    Returns:
-        The checkpoint, and whether rank 0's directory holds it.
-
-    Raises:
-        HvkitError, OSError: rank 0 cannot read its newest checkpoint.
+    Rank 0 logs the damaged checkpoints that are skipped. If it cannot read its newest one, all
+    ranks raise its HvkitError or OSError.
     """
     problem: Exception | None = None
     offers: list[FoundCheckpoint] = []
@@ -115,7 +97,7 @@ def _search(
 ) -> None:
     """Add the checkpoints of a folder that this rank can read, and what it cannot read."""
     rank, host, run = runtime.rank(), socket.gethostname(), run_name()
-    is_rank_0s = rank == 0 and not in_memory
+    in_directory_of_0 = rank == 0 and not in_memory
 
     def skip(path: Path, reason: str) -> None:
         name = _named(path, rank, host, in_memory=in_memory)
@@ -125,16 +107,16 @@ def _search(
         if in_memory and folder.exists():
             require_own(folder.parent)
         found = store.readable(
-            folder, lambda path, reason: skip(path, f"damaged: {reason}"), strict=is_rank_0s
+            folder, lambda path, reason: skip(path, f"damaged: {reason}"), strict=in_directory_of_0
         )
         for path, manifest in found:
             with suppress(OSError):  # it was deleted since it was read
                 status = (path / store.MANIFEST).stat()
                 file = status.st_ino, status.st_mtime_ns
-                if is_rank_0s or manifest.run == run:
+                if in_directory_of_0 or manifest.run == run:
                     offers.append(FoundCheckpoint(rank, host, path, in_memory, manifest, file))
     except (OSError, HvkitError) as error:
-        if is_rank_0s:
+        if in_directory_of_0:
             raise
         # Other hosts may have a checkpoint.
         why = (error.strerror if isinstance(error, OSError) else "") or str(error)
@@ -174,8 +156,7 @@ def _first_complete(
 def _damage(found: FoundCheckpoint, call: str) -> str:
     """The damage in a checkpoint, empty if there is none; a collective: its rank reads the files.
 
-    Raises:
-        OSError: rank 0 may not read its directory: loading an older checkpoint would hide that.
+    OSError if rank 0 may not read its directory: loading an older checkpoint would hide that.
     """
     problem, reason = None, ""
     if runtime.rank() == found.rank:
@@ -227,20 +208,11 @@ def copied_to(
 ) -> Iterator[Callable[[str, memoryview], None]]:
     """While the ranks load a checkpoint, write it into rank 0's directory as its newest.
 
-    No file is sent twice: rank 0 writes the files that it receives for loading, and at the end of
-    the block, which is a collective, it receives the others. If rank 0 cannot write, it logs that,
-    and the run resumes nevertheless. After an error in the block the directory is as it was.
-
-    Args:
-        directory: rank 0's directory of checkpoints.
-        found: the checkpoint, the same on every rank.
-        call: the user's call.
-
-    Yields:
-        A function that every rank calls with each file that it has received, and the file's name.
-
-    Raises:
-        OSError: at the end of the block, on every rank: a rank cannot read the checkpoint.
+    Yields a function that every rank calls with the name and the content of each file that it has
+    received. So no file is sent twice: at the end of the block, which is a collective, rank 0
+    receives only the others. If rank 0 cannot write, it logs that, and the run resumes
+    nevertheless. After an error in the block the directory is as it was. OSError at the end, on
+    every rank, if a rank cannot read the checkpoint.
     """
     problem: Exception | None = None  # why rank 0 cannot write
     folder: Path | None = None
@@ -249,6 +221,7 @@ def copied_to(
 
     def append(name: str, content: Any) -> None:
         nonlocal problem
+        received.add(name)
         if folder is None or problem is not None:
             return
         try:
@@ -256,13 +229,6 @@ def copied_to(
                 file.write(content)
         except OSError as error:
             problem = error
-
-    def take(name: str, content: memoryview) -> None:
-        nonlocal problem
-        received.add(name)
-        if len(content) != (length := manifest.files[name]["bytes"]):
-            problem = OSError(errno.EIO, f"{name} has {len(content)} of {length} bytes")
-        append(name, content)
 
     with ExitStack() as stack:
         if runtime.rank() == 0:
@@ -274,7 +240,7 @@ def copied_to(
                 folder = stack.enter_context(made)
             except Exception as error:  # any error: the other ranks must not wait for this one
                 problem = error
-        yield take
+        yield append
         unreadable: Exception | None = None
         try:
             for name, piece in _pieces(found, received):
@@ -287,6 +253,8 @@ def copied_to(
                     if failed := unreadable or problem:
                         raise failed
                     assert folder is not None
+                    if not store.has_all_bytes(folder, manifest):
+                        raise OSError(errno.EIO, "its files have other lengths than when written")
                     for name in manifest.files:
                         store.flush(folder / name)
                     manifest.write(folder)
@@ -304,8 +272,7 @@ def copied_to(
 def _pieces(found: FoundCheckpoint, received: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the files that rank 0 has not received, in pieces with their names; a collective.
 
-    Raises:
-        OSError: the checkpoint's rank cannot read it; on every rank.
+    OSError on every rank if the checkpoint's rank cannot read it.
     """
     for name, facts in found.manifest.files.items():
         if name in received:

@@ -26,12 +26,7 @@ _RESERVED = ("manifest", "random", "ranks")
 
 
 def parts_of(given: Mapping[str, Any]) -> list[Part]:
-    """The parts for the objects that were passed to ``Checkpoint``, models first.
-
-    Raises:
-        TypeError: an object is of a kind that cannot be saved.
-        ValueError: there is no object, or a name cannot be a file's.
-    """
+    """The parts for the objects that were passed to ``Checkpoint``, models first."""
     named = dict(_named(given))
     if not named:
         raise ValueError("nothing to save: pass at least model=... and optimizer=...")
@@ -60,7 +55,6 @@ def _named(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def part_for(name: str, obj: Any, models: list[Any]) -> Part:
-    """The part that saves this object, from the module of its framework."""
     if isinstance(obj, Monitor):
         return MonitorPart(name, obj)
     keras = sys.modules.get("keras")
@@ -141,13 +135,7 @@ class MonitorPart(JsonPart):
 
 
 class StrategyPart(Part):
-    """The state that a strategy and a compression keep for a model, in a plain ``.npz`` file.
-
-    Args:
-        model: the name of the model's part.
-        keeper: of the model.
-        sharded: the same, if the model is in a mesh.
-    """
+    """The state that a strategy and a compression keep for a model, in a plain ``.npz`` file."""
 
     optional = True
 
@@ -155,10 +143,7 @@ class StrategyPart(Part):
         super().__init__(f"{model}-strategy", ".npz", keeper)
         self.keeper = keeper
         self._sharded = sharded
-        self._identity = {
-            "strategy": repr(keeper.strategy),
-            "compression": repr(keeper.compression),
-        }
+        self._identity = {name: repr(getattr(keeper, name)) for name in ("strategy", "compression")}
         self.in_round = True
         """Whether ``load`` continues the saved round, with each rank's local weights."""
 
@@ -177,7 +162,7 @@ class StrategyPart(Part):
         self.keeper.load_rank_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
 
     def may_go_on(self, facts: Mapping[str, Any]) -> bool:
-        """Whether as many ranks can go on in the saved round: also their mesh is the same."""
+        """Whether as many ranks as saved, in the same mesh, can go on in the saved round."""
         mesh = self._sharded.mesh if self._sharded else None
         return facts.items() >= self._identity.items() and facts.get("mesh") == mesh
 

@@ -47,9 +47,18 @@ class TorchPart(Part):
     def model(self) -> Any:
         return self.object if isinstance(self.object, torch.nn.Module) else None
 
+    @property
+    def _warmup(self) -> Warmup | None:
+        """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
+        return self.record.warmup if self.record else None
+
+    @property
+    def _sharded(self) -> ShardedObject | None:
+        """The object itself, if each rank of a mesh holds a part of it."""
+        return self.record.sharded if self.record else None
+
     def facts(self) -> dict[str, Any]:
-        warmup = self._warmup()
-        return {"warmup_steps": warmup.steps_done if warmup else None}
+        return {"warmup_steps": self._warmup.steps_done if self._warmup else None}
 
     def save(self, path: Path) -> None:
         state = self.object.state_dict()
@@ -82,7 +91,7 @@ class TorchPart(Part):
         self._load_warmup(facts)
 
     def _load_warmup(self, facts: Mapping[str, Any]) -> None:
-        if warmup := self._warmup():
+        if warmup := self._warmup:
             # A run without a warm-up, or in one process, counts no steps of it. The warm-up then
             # began with the first step of the training, as in Keras.
             done = facts["warmup_steps"]
@@ -92,32 +101,21 @@ class TorchPart(Part):
         """Load the object's state, or that of this rank's part of a model or an optimizer."""
         if isinstance(self.object, Optimizer):
             _load_optimizer(self.object, state)
-        elif whole:
-            self.object.load_state_dict(state)
         else:
-            self.object.load_state_dict(state, strict=False)
-
-    def _warmup(self) -> Warmup | None:
-        """The warm-up of a distributed optimizer, whose steps its state dict does not contain."""
-        return self.record.warmup if self.record else None
+            self.object.load_state_dict(state, **({} if whole else {"strict": False}))
 
     def rank_state(self) -> Arrays:
         if not self.is_local:
-            buffers = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
-            return buffers | self._numbers()
+            found = {name: copied_bytes(buffer) for name, buffer in self._buffers().items()}
+            return found | self._numbers()
         parts = self._sharded
         state = self.object.state_dict() if parts is None else parts.rank_state()
         content = io.BytesIO()
         torch.save(_without_numpy_scalars(state), content)
         found = {self._whole(): np.frombuffer(content.getvalue(), np.uint8)}
-        warmup = self._warmup()
-        found |= {_WARMUP: np.array(warmup.steps_done)} if warmup else {}
+        if warmup := self._warmup:
+            found[_WARMUP] = np.array(warmup.steps_done)
         return found | self._numbers()
-
-    @property
-    def _sharded(self) -> ShardedObject | None:
-        """The object itself, if each rank of a mesh holds a part of it."""
-        return self.record.sharded if self.record else None
 
     def _whole(self) -> str:
         """The name of the array with a rank's whole state, in a round of local weights."""
@@ -134,9 +132,13 @@ class TorchPart(Part):
         states = [array for name, array in sorted(arrays.items()) if name not in rest]
         if states and self.record and self.record.numbers:
             self.record.numbers.numbers = states
-        if (state := rest.pop(self._whole(), None)) is not None:
-            self._load_local_state(_read(state.data))
-        if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup()):
+        if (content := rest.pop(self._whole(), None)) is not None:
+            state = _read(content.data)
+            if (parts := self._sharded) is None:
+                self._load_state(state)
+            elif state:  # else the model was not divided yet
+                parts.load_rank_state(functools.partial(self._load_state, state, whole=False))
+        if (steps := rest.pop(_WARMUP, None)) is not None and (warmup := self._warmup):
             warmup.steps_done = int(steps)
         buffers = self._buffers()
         for name, array in rest.items():
@@ -144,13 +146,6 @@ class TorchPart(Part):
             value = torch.from_numpy(array.copy()).view(buffer.dtype).view(buffer.shape)
             with torch.no_grad():
                 buffer.copy_(value)
-
-    def _load_local_state(self, state: Any) -> None:
-        """Load a rank's whole state, or that of its part."""
-        if (parts := self._sharded) is None:
-            self._load_state(state)
-        elif state:  # else the model was not divided yet
-            parts.load_rank_state(functools.partial(self._load_state, state, whole=False))
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The dense buffers in the state dict, such as batch-norm statistics."""
@@ -176,11 +171,9 @@ class TorchPart(Part):
         return ([], []) if self._in_mesh else compared_in(self.object, is_averaged)
 
     def may_differ(self) -> Fingerprints:
-        return (
-            ([], [])
-            if self.model is None or self._in_mesh
-            else buffers.compared_in(self.model, is_distributed_parameter)
-        )
+        if self.model is None or self._in_mesh:
+            return [], []
+        return buffers.compared_in(self.model, is_distributed_parameter)
 
 
 def _write(path: Path, part: Part, state: Any) -> None:
@@ -198,12 +191,9 @@ def _write(path: Path, part: Part, state: Any) -> None:
 
 
 def write_shard(path: Path, part: Part, *, first: bool) -> bool:
-    """Write this rank's shard of an object; return whether there is any.
+    """Write this rank's shard of an object, or of a strategy; return whether there is any.
 
-    Args:
-        path: the file.
-        part: a sharded one, also of a strategy.
-        first: whether this rank adds what belongs to no rank's shard.
+    The ``first`` rank adds what belongs to no rank's shard.
     """
     assert part.sharded is not None
     state = part.sharded.shards()

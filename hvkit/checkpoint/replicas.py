@@ -53,12 +53,7 @@ _ABANDONED = 24 * 3600.0
 
 
 class Replicas:
-    """The copies of one directory's newest checkpoint.
-
-    Args:
-        directory: rank 0's directory.
-        number: on how many other hosts to keep a copy, the same on every rank; 0 for none.
-    """
+    """The copies of the newest checkpoint in rank 0's directory, on ``number`` other hosts."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.number = number
@@ -73,10 +68,7 @@ class Replicas:
 
     @property
     def folder(self) -> Path | None:
-        """Where this host keeps copies of the directory's checkpoints.
-
-        None without ``replicas``, and if ``hvkit run`` will not start the ranks again.
-        """
+        """Where this host keeps copies of the directory's checkpoints; None if it keeps none."""
         if (root := memory_folder()) is None or not self.number:
             return None
         return root / store.id_of(self._directory)
@@ -110,12 +102,9 @@ class Replicas:
             threads.start("hvkit-replicas", _receive_from_rank_0, rank_0, self.folder)
 
     def send(self, folder: Path) -> None:
-        """Send a complete checkpoint to all holders; on rank 0.
+        """Send a complete checkpoint to all holders; on rank 0. Nobody may delete it meanwhile.
 
         If a host does not keep it, rank 0 logs why, and training continues.
-
-        Args:
-            folder: the checkpoint, which nobody may delete meanwhile.
         """
         with self._changed:
             if self._late is None:
@@ -194,15 +183,9 @@ class LinkError(HvkitError):
 
 
 def send_checkpoint(connection: Connection, folder: Path) -> str:
-    """Send a checkpoint; return why the holder does not keep it, or nothing.
+    """Send a checkpoint to a holder; return why it does not keep it, or nothing.
 
-    Args:
-        connection: to the holder.
-        folder: the checkpoint, which nobody may delete meanwhile.
-
-    Raises:
-        LinkError: the holder is gone, is silent or sends something else than an answer.
-        OSError: the checkpoint cannot be read.
+    LinkError if the holder is gone, silent or sends no answer; OSError if a file cannot be read.
     """
     files = sorted(folder.iterdir())
     lengths = {file.name: file.stat().st_size for file in files}
@@ -237,8 +220,7 @@ def receive_checkpoints(connection: Connection, folder: Path) -> None:
 def receive_checkpoint(connection: Connection, folder: Path) -> None:
     """Wait for a checkpoint, answer whether there is room, and keep it instead of the one before.
 
-    Raises:
-        LinkError: rank 0 is gone, is silent within a checkpoint, or sends something else.
+    LinkError if rank 0 is gone, silent within a checkpoint, or sends something else.
     """
     with _link():
         connection.poll(None)
@@ -354,10 +336,8 @@ def _delete_abandoned(own: Path) -> None:
 def _is_locked(path: Path) -> bool:
     from filelock import FileLock, Timeout  # see the import in store
 
-    lock = FileLock(path)
     try:
-        lock.acquire(blocking=False)
+        with FileLock(path, blocking=False):
+            return False
     except Timeout:
         return True
-    lock.release()
-    return False

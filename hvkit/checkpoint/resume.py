@@ -18,9 +18,8 @@ from hvkit.checkpoint.part_types import StrategyPart
 from hvkit.checkpoint.saved_object import (
     RANKS_FILE,
     Part,
-    SavedStates,
     load_rank_states,
-    saved_states,
+    states_of,
 )
 from hvkit.checkpoint.saving import is_sharded, states_file
 from hvkit.checkpoint.store import Manifest
@@ -40,9 +39,9 @@ class Progress:
     """Where training continues."""
 
     epoch: int = 0
-    """The epoch that was passed to ``save``: the number of epochs done."""
+    """The number of epochs done, as passed to ``save``."""
     step: int = 0
-    """The step that was passed to ``save``: the number of optimizer steps done."""
+    """The number of optimizer steps done, as passed to ``save``."""
     batches: int = 0
     """Batches of the epoch that this rank must skip, because the saved run trained on them.
 
@@ -89,11 +88,9 @@ class FitState:
         self.epoch_random = random_states.as_arrays()
 
     def take_batches(self, epoch: int, epoch_batches: int) -> int:
-        """The batches of this epoch to skip after ``restore``; 0 at the next call.
+        """The batches to skip, after ``restore``, of an epoch that begins; 0 at the next call.
 
-        Args:
-            epoch: that begins.
-            epoch_batches: how many it has on this rank; 0 if unknown.
+        ``epoch_batches`` is how many it has on this rank, 0 if unknown.
         """
         self.epoch_batches = epoch_batches
         start, self.start = self.start, Progress()
@@ -103,27 +100,12 @@ class FitState:
         return batches_after(self.batches_read, then, now)
 
 
-def progress_of(manifest: Manifest, folder: Path) -> Progress:
-    """Where these ranks continue after a checkpoint was loaded."""
-    return Progress(
-        epoch=manifest.epoch,
-        step=manifest.step,
-        batches=batches_after(manifest.batches, (manifest.size, 0), (runtime.size(), 0)),
-        extras=manifest.extras,
-        size=manifest.size,
-        folder=folder,
-        epoch_batches=manifest.epoch_batches,
-    )
-
-
 def batches_after(read: int, then: tuple[int, int], now: tuple[int, int]) -> int:
     """The batches of an epoch that a rank must skip, rounded down.
 
-    A script may keep the batch of each rank on another number of ranks, or that of all together.
-
-    Args:
-        read: batches that each rank of the saved run has read.
-        then, now: the number of ranks, and of a rank's batches in a whole epoch; 0 if unknown.
+    Each rank of the saved run has read ``read`` batches. ``then`` and ``now`` are the number of
+    ranks, and of a rank's batches in a full epoch; 0 if unknown. A script may keep the batch of
+    each rank on another number of ranks, or that of all together.
     """
     (ranks_then, all_then), (ranks_now, all_now) = then, now
     ratio = ranks_then / ranks_now
@@ -140,17 +122,9 @@ def load(
 ) -> Arrays:
     """Load the files of one rank into every rank's parts; a collective.
 
-    Args:
-        found: the checkpoint.
-        parts: the same on every rank.
-        take: gets each file, with its name, on every rank; None if rank 0's directory has it.
-
-    Returns:
-        The random state with which this rank shuffled the epoch of ``fit``, if it was inside one.
-
-    Raises:
-        ValueError: the checkpoint lacks a part, or does not fit one.
-        HvkitError: the checkpoint is sharded, and a rank does not see it.
+    Every rank calls ``take`` with the name and the content of each file; it is None if rank 0's
+    directory has them. Returns the random state with which this rank shuffled the epoch of ``fit``,
+    if it was inside one.
     """
     folder, manifest = found.folder, found.manifest
     _require_parts(folder, manifest, parts)
@@ -170,18 +144,8 @@ def load(
         if part.name not in manifest.parts:
             part.begin_after(manifest.step)
             continue
-        facts = {**manifest.parts[part.name], "step": manifest.step}
-        content = memoryview(b"")
-        shards = [folder / name for name in facts.get("shares", ())]
-        if not shards:
-            content, problem = _content(found, part.file, problem)
-            if take is not None:
-                take(part.file, content)
         try:
-            if shards:
-                part.load_shards(shards, facts)
-            elif problem is None:
-                part.load(content, facts)
+            _load_part(found, part, take, only_receive=problem is not None)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = problem or _explained(error, part, folder)
     epoch_random: Arrays = {}
@@ -202,7 +166,25 @@ def load(
     return epoch_random
 
 
-def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, Arrays]:
+def _load_part(
+    found: FoundCheckpoint,
+    part: Part,
+    take: Callable[[str, memoryview], None] | None,
+    *,
+    only_receive: bool,
+) -> None:
+    facts = {**found.manifest.parts[part.name], "step": found.manifest.step}
+    if shards := [found.folder / name for name in facts.get("shares", ())]:
+        part.load_shards(shards, facts)
+        return
+    content = _content(found, part.file)
+    if take is not None:
+        take(part.file, content)
+    if not only_receive:
+        part.load(content, facts)
+
+
+def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
     """The state that only this rank has saved; nothing if there was no such rank.
 
     A collective, unless the checkpoint is sharded.
@@ -213,15 +195,15 @@ def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> dict[str, A
         name = states_file(runtime.rank())
         if name not in manifest.files:
             return {}
-        with saved_states(folder / name) as states:
-            return states.of(0, **wanted)
+        with np.load(folder / name) as values:
+            return states_of(values, 0, **wanted)
     with ExitStack() as stack:
 
         @functools.cache
-        def saved() -> SavedStates:  # on the rank that reads
-            return stack.enter_context(saved_states(folder / RANKS_FILE))
+        def saved() -> Any:  # on the rank that reads
+            return stack.enter_context(np.load(folder / RANKS_FILE))
 
-        return messages.scatter(_CALL, lambda rank: saved().of(rank, **wanted), found.rank)
+        return messages.scatter(_CALL, lambda rank: states_of(saved(), rank, **wanted), found.rank)
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
@@ -255,13 +237,8 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
             )
 
 
-def _content(
-    found: FoundCheckpoint, file: str, problem: Exception | None
-) -> tuple[memoryview, Exception | None]:
-    """The bytes of one rank's file on every rank, and the first problem so far.
-
-    Ranks that already have a problem still take part in the broadcast.
-    """
+def _content(found: FoundCheckpoint, file: str) -> memoryview:
+    """The bytes of one rank's file on every rank; OSError there if that rank cannot read it."""
     content = np.empty(0, np.uint8)
     error: OSError | None = None
     if runtime.rank() == found.rank:
@@ -271,8 +248,8 @@ def _content(
         except OSError as unreadable:
             error = OSError(unreadable.errno, unreadable.strerror, str(path))
     if error := collectives.from_rank(found.rank, error):
-        return memoryview(b""), problem or error
-    return collectives.broadcast_bytes(content, found.rank).data, problem
+        raise error
+    return collectives.broadcast_bytes(content, found.rank).data
 
 
 def _explained(error: Exception, part: Part, folder: Path) -> Exception:

@@ -45,18 +45,10 @@ RANKS_FILE = "ranks.npz"
 _RANDOM = "random"
 # Prefix of the names of random states as of the beginning of the epoch.
 _EPOCH = "epoch-"
-# Separates the rank, the part and the array's name in a key of the file.
-_SEPARATOR = "/"
 
 
 class Part(ABC):
-    """One object that a checkpoint saves into one file.
-
-    Args:
-        name: the name the user gave the object.
-        suffix: what follows the name in the file's name.
-        obj: the object.
-    """
+    """One object, ``obj``, which a checkpoint saves into the file ``name + suffix``."""
 
     optional = False
     """Whether a checkpoint without it can be loaded."""
@@ -70,30 +62,17 @@ class Part(ABC):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the file.
-
-        Raises:
-            TypeError, ValueError: the object cannot be saved; the message gives the reason.
-        """
+        """Write the file; TypeError or ValueError if the object cannot be saved."""
 
     @abstractmethod
     def load(self, content: memoryview, facts: Mapping[str, Any]) -> None:
-        """Load the file's content into the object.
+        """Load the file's content; any error if it does not fit the object.
 
-        Args:
-            content: the file's bytes, which ``ContentReader`` reads without a copy.
-            facts: what ``facts`` returned when the checkpoint was saved, and its ``step``.
-
-        Raises:
-            Exception: the content does not fit the object.
+        ``facts`` are those of the time when the checkpoint was saved, and its ``step``.
         """
 
     def load_shards(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        """Load the object, or this rank's part of it, from files that all ranks have written.
-
-        Raises:
-            Exception: the content does not fit the object.
-        """
+        """Load the object, or this rank's part of it, from files that all ranks have written."""
         raise ValueError(f"{type(self).__name__} has no parts of several ranks")
 
     def begin_after(self, step: int) -> None:  # noqa: B027  # only optional parts are left out
@@ -111,7 +90,7 @@ class Part(ABC):
 
     @property
     def sharded(self) -> Sharded | None:
-        """The object as shards, for a sharded checkpoint; None if every rank has it whole."""
+        """The object as shards, for a sharded checkpoint; None if every rank has all of it."""
         return None
 
     def facts(self) -> dict[str, Any]:
@@ -126,10 +105,7 @@ class Part(ABC):
         """Set the arrays that ``rank_state`` returned."""
 
     def gathered(self) -> AbstractContextManager[None]:
-        """A context in which rank 0 can save the object: with the parts of other ranks.
-
-        A collective if the object is divided among the ranks.
-        """
+        """A context in which rank 0 can save an object that ranks have divided; a collective."""
         record = self.record
         return record.gathered() if record and record.gathered else nullcontext()
 
@@ -178,12 +154,9 @@ class ContentReader(io.RawIOBase):
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Write arrays into a file that ``numpy.load`` reads.
+    """Write arrays into a file that ``numpy.load`` reads; ValueError if one holds objects.
 
     Not with ``numpy.savez``, which takes some names, other ones in each version, for its arguments.
-
-    Raises:
-        ValueError: an array holds objects.
     """
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
@@ -207,116 +180,78 @@ def named_fingerprints(
     return all_compared, all_rows
 
 
-def rank_states(
-    parts: Sequence[Part], epoch_random: Arrays
-) -> tuple[dict[str, Arrays], dict[str, bytes]]:
-    """This rank's random state, and the state of each part that may differ between ranks.
+def rank_states(parts: Sequence[Part], epoch_random: Arrays) -> tuple[Arrays, dict[str, bytes]]:
+    """The state of this rank that may differ between ranks, by ``part/name``.
 
-    Args:
-        parts: of this rank.
-        epoch_random: the random state with which ``fit`` shuffled the epoch; none at its end.
-
-    Returns:
-        The arrays by part, and digests of those that the parts' files may hold, too.
+    With the global random state, and that with which ``fit`` shuffled its epoch, if inside one.
+    Also returns digests of those arrays that the parts' files may hold, too.
     """
-    random = random_states.as_arrays()
-    random |= {f"{_EPOCH}{name}": state for name, state in epoch_random.items()}
-    states = {_RANDOM: random} | {part.name: part.rank_state() for part in parts}
-    digests = {
-        f"{part}{_SEPARATOR}{name}": hashlib.sha256(_bytes_of(array)).digest()
-        for part, arrays in states.items()
-        for name, array in arrays.items()
-        if part != _RANDOM and not name.startswith((SEED, NOT_IN_FILE))
-    }
+    states = {f"{_RANDOM}/{name}": state for name, state in random_states.as_arrays().items()}
+    states |= {f"{_RANDOM}/{_EPOCH}{name}": state for name, state in epoch_random.items()}
+    digests: dict[str, bytes] = {}
+    for part in parts:
+        for name, array in part.rank_state().items():
+            states[f"{part.name}/{name}"] = array
+            if not name.startswith((SEED, NOT_IN_FILE)):
+                content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+                digests[f"{part.name}/{name}"] = hashlib.sha256(content).digest()
     return states, digests
 
 
-def unlike_rank_0(states: dict[str, Arrays], digests: dict[str, bytes]) -> dict[str, Arrays]:
+def unlike_rank_0(states: Arrays, digests: dict[str, bytes]) -> Arrays:
     """The arrays of ``rank_states`` that rank 0's files do not hold; a collective."""
     first = collectives.from_rank(0, digests)
-
-    def differs(key: str) -> bool:
-        return key not in digests or digests[key] != first.get(key)
-
     return {
-        part: {
-            name: array for name, array in arrays.items() if differs(f"{part}{_SEPARATOR}{name}")
-        }
-        for part, arrays in states.items()
+        key: array
+        for key, array in states.items()
+        if key not in digests or digests[key] != first.get(key)
     }
 
 
-def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def write_states(path: Path, states: Iterable[Mapping[str, Arrays]]) -> None:
-    """Write the states of ranks, by rank and part, to a file as ``numpy.savez`` makes it.
-
-    The arrays of a rank are dropped once they are written.
-    """
-    rank, rest = 0, iter(states)
+def write_states(path: Path, states: Iterable[Arrays]) -> None:
+    """Write the states of ranks, as ``rank/part/name``, to a file that ``numpy.load`` reads."""
+    rank = 0
     with zipfile.ZipFile(path, "w") as archive:
-        while (of_rank := next(rest, None)) is not None:
-            for part, arrays in of_rank.items():
-                for name, array in arrays.items():
-                    _add_array(archive, _SEPARATOR.join((str(rank), part, name)), array)
-            arrays = array = of_rank = None  # type: ignore[assignment]
+        for of_rank in states:
+            for key in of_rank:
+                _add_array(archive, f"{rank}/{key}", of_rank[key])
+            del of_rank  # before the next one takes memory
             rank += 1
 
 
-@contextmanager
-def saved_states(path: Path) -> Iterator[SavedStates]:
-    """Open a file that ``write_states`` wrote."""
-    with np.load(path) as values:
-        yield SavedStates(values)
+def states_of(
+    values: Mapping[str, Any], rank: int, *, same_size: bool = True, in_round: bool = True
+) -> Arrays:
+    """The arrays for a rank from a file of ``write_states``; none if there was no such rank.
+
+    ``same_size`` is whether as many ranks resume as saved: if not, layers keep rank 0's statistics.
+    ``in_round`` is whether ranks go on in the middle of the saved round, with local weights.
+    """
+    found: Arrays = {}
+    for stored in values:
+        number, part, name = stored.split("/", 2)
+        wanted = in_round if name.startswith(LOCAL) else same_size
+        if int(number) == rank and (wanted or part == _RANDOM or name.startswith(SEED)):
+            found[f"{part}/{name}"] = values[stored]
+    return found
 
 
-class SavedStates:
-    """The states of ranks in a file."""
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-        self._keys: dict[int, list[str]] = {}
-        for key in values.files:
-            self._keys.setdefault(int(key.partition(_SEPARATOR)[0]), []).append(key)
-
-    def of(self, rank: int, *, same_size: bool = True, in_round: bool = True) -> dict[str, Arrays]:
-        """The arrays for a rank, by part; none if there was no such rank when it was saved.
-
-        Args:
-            rank: its number in the file.
-            same_size: whether as many ranks resume as saved. If not, layers keep rank 0's
-                statistics.
-            in_round: whether ranks go on in the middle of the saved round, with local weights.
-        """
-        found: dict[str, Arrays] = {}
-        for key in self._keys.get(rank, []):
-            _, part, name = key.split(_SEPARATOR, 2)
-            wanted = in_round if name.startswith(LOCAL) else same_size
-            of_part = found.setdefault(part, {})
-            if wanted or part == _RANDOM or name.startswith(SEED):
-                of_part[name] = self._values[key]
-        return found
-
-
-def load_rank_states(saved: Mapping[str, Arrays], parts: Sequence[Part]) -> Arrays:
+def load_rank_states(saved: Arrays, parts: Sequence[Part]) -> Arrays:
     """Set this rank's state to what it saved; does nothing for a rank that has saved nothing.
 
-    Returns:
-        The random state with which ``fit`` shuffled the epoch, if it was saved inside one.
+    Returns the random state with which ``fit`` shuffled the epoch, if it was saved inside one.
     """
     if not saved:
         return {}
     for part in parts:
-        part.load_rank_state(saved.get(part.name, {}))
-    random = saved[_RANDOM]
+        part.load_rank_state(_below(f"{part.name}/", saved))
+    random = _below(f"{_RANDOM}/", saved)
     random_states.set_from_arrays(random)
-    return {
-        name.removeprefix(_EPOCH): state
-        for name, state in random.items()
-        if name.startswith(_EPOCH)
-    }
+    return _below(_EPOCH, random)
+
+
+def _below(prefix: str, arrays: Arrays) -> Arrays:
+    return {key.removeprefix(prefix): a for key, a in arrays.items() if key.startswith(prefix)}
 
 
 @contextmanager

@@ -17,14 +17,16 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvkit import runtime
 from hvkit.checkpoint import store
@@ -33,34 +35,28 @@ from hvkit.checkpoint.saved_object import (
     RANKS_FILE,
     Part,
     all_of,
-    saved_states,
+    states_of,
     write_arrays,
     write_states,
 )
 from hvkit.checkpoint.store import DamagedError, Manifest
 from hvkit.communication.collectives import share
-from hvkit.communication.encoding import sendable
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.random_states import Arrays
 
-_HDF5 = ".h5"
 # Seconds for a folder or a file of another rank to appear: NFS shows them late.
 _PATIENCE = 30.0
 # Bytes from which ``join`` puts a tensor together in a file.
 _LARGE = 1 << 20
 
+# Of one rank: by part, the file with its shard; by file, length and sha256.
+_Written = tuple[dict[str, str], dict[str, dict[str, Any]]]
+
 
 class Writer:
-    """Writes the checkpoints of a run into its directory. A process that ends waits for it.
-
-    Args:
-        directory: rank 0's directory.
-        keep: how many of the newest checkpoints to keep; None for all.
-        background: whether a thread writes them to disk.
-        replicas: gets each complete checkpoint.
-    """
+    """Writes the checkpoints of a run into rank 0's directory, and has ``replicas`` send them."""
 
     def __init__(
         self, directory: Path, keep: int | None, background: bool, replicas: Replicas
@@ -69,51 +65,25 @@ class Writer:
         self.saves = 0
         """The number of saves of this run so far."""
         self._keep, self._background, self._replicas = keep, background, replicas
-        self._thread: threading.Thread | None = None
-        self._problem: Exception | None = None
+        self._writing: Future[None] | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread, after ``wait`` has returned."""
-
-        def run() -> None:
-            try:
-                write()
-            except Exception as error:  # of any type: raised in the script's thread by ``wait``
-                self._problem = error
-                logger.error("the checkpoint was not saved: %s", error)
-
-        # Not a daemon thread: the interpreter waits for it at its end.
-        self._thread = threading.Thread(target=run, name="hvkit-checkpoint")
-        self._thread.start()
+        """Call ``write`` in a thread, for which the interpreter waits at its end."""
+        executor = ThreadPoolExecutor(1, "hvkit-checkpoint")
+        self._writing = executor.submit(write)
+        self._writing.add_done_callback(_log_failure)
+        executor.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written.
-
-        Raises:
-            Exception: why it could not be written, once.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._problem is not None:
-            problem, self._problem = self._problem, None
-            raise problem
+        """Wait until the last checkpoint is written; raises, once, why it could not be."""
+        if (writing := self._writing) is not None:
+            self._writing = None
+            writing.result()
 
     def save(
-        self,
-        call: str,
-        manifest: Manifest,
-        parts: Sequence[Part],
-        states: Iterator[dict[str, Arrays]],
+        self, call: str, manifest: Manifest, parts: Sequence[Part], states: Iterator[Arrays]
     ) -> None:
-        """Write whole objects, on rank 0; a collective.
-
-        Args:
-            call: the user's call.
-            manifest: where training continues; rank 0 adds the rest.
-            parts: what to save.
-            states: what differs between ranks, from ``messages.collect``.
-        """
+        """Write plain files, on rank 0; a collective. ``states`` are from ``messages.collect``."""
         problem: Exception | None = None
         with all_of(part.gathered() for part in parts):
             if runtime.rank() == 0:
@@ -128,9 +98,7 @@ class Writer:
                 problem = problem or error
             share(call, problem, None)
 
-    def _write(
-        self, manifest: Manifest, parts: Sequence[Part], states: Iterable[dict[str, Arrays]]
-    ) -> None:
+    def _write(self, manifest: Manifest, parts: Sequence[Part], states: Iterable[Arrays]) -> None:
         """Write a checkpoint's folder, or start to."""
 
         def fill(folder: Path) -> Manifest:
@@ -141,49 +109,36 @@ class Writer:
             write_states(folder / RANKS_FILE, states)
             return replace(manifest, parts=facts)
 
-        def write(fill: Callable[[Path], Manifest]) -> None:
+        if not self._background:
             with self._new_folder(manifest.step) as folder:
                 _seal(folder, fill(folder))
             self._finish(manifest.step)
-
-        if not self._background:
-            write(fill)
             return
-        copy = MemoryFolder([*(part.file for part in parts), RANKS_FILE])
-        try:
-            filled = fill(copy.path)
-        except BaseException:
-            copy.close()
-            raise
-
-        def copied(folder: Path) -> Manifest:
-            copy.copy_to(folder)
-            return filled
+        with ExitStack() as stack:
+            memory = _folder_in_memory([*(part.file for part in parts), RANKS_FILE])
+            copy = stack.enter_context(memory)
+            filled = fill(copy)
+            until_copied = stack.pop_all()
 
         def write_copy() -> None:
             try:
-                write(copied)
+                with until_copied, self._new_folder(manifest.step) as folder:
+                    for file in copy.iterdir():
+                        shutil.copyfile(file, folder / file.name)
+                    _seal(folder, filled)
+                self._finish(manifest.step)
             except Exception as error:
                 raise self._explained(error, manifest.step) from error
-            finally:
-                copy.close()
 
         self.start(write_copy)
 
     def save_sharded(
-        self, call: str, manifest: Manifest, parts: Sequence[Part], local: Mapping[str, Arrays]
+        self, call: str, manifest: Manifest, parts: Sequence[Part], local: Arrays
     ) -> None:
-        """Write each rank's own part; a collective.
-
-        Args:
-            call, manifest, parts: as for ``save``.
-            local: the state of this rank that the files of parts do not hold.
-
-        Raises:
-            OSError: a rank could not write, or does not see the directory; on every rank.
-        """
+        """Write each rank's own part, and the states that no part holds; a collective."""
         problem: Exception | None = None
-        path, written = "", _Written()
+        path = ""
+        written: _Written = ({}, {})
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 try:
@@ -240,45 +195,33 @@ class Writer:
         return HvkitError(f"{folder}: cannot write the checkpoint: {error}")
 
 
-class MemoryFolder:
-    """A folder whose files are in this process's memory.
+def _log_failure(writing: Future[None]) -> None:
+    if error := writing.exception():
+        logger.error("the checkpoint was not saved: %s", error)
+
+
+@contextmanager
+def _folder_in_memory(names: Iterable[str]) -> Iterator[Path]:
+    """A folder for files of these names, which are in this process's memory.
 
     They are anonymous files (``memfd_create``) behind symbolic links, for libraries that can only
     write to a path. They count for memory limits, not for the size of ``/dev/shm``. HDF5 cannot
     write to an anonymous file: Keras's weights are an ordinary temporary file, which is not flushed
     to disk.
-
-    Args:
-        names: of the files.
     """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="hvkit-checkpoint-"))
-        self._files: dict[str, int] = {}
-        self._ordinary: list[Path] = []
+    folder = Path(tempfile.mkdtemp(prefix="hvkit-checkpoint-"))
+    numbers: list[int] = []
+    try:
         for name in names:
-            if name.endswith(_HDF5):
-                self._ordinary.append(self.path / name)
-                continue
-            self._files[name] = number = os.memfd_create(name)
-            (self.path / name).symlink_to(f"/proc/{os.getpid()}/fd/{number}")
-
-    def copy_to(self, folder: Path) -> None:
-        """Write the files into a folder on disk."""
-        for name, number in self._files.items():
-            with open(number, "rb", closefd=False) as source, (folder / name).open("wb") as target:
-                source.seek(0)
-                shutil.copyfileobj(source, target, 1 << 20)
-        for file in self._ordinary:
-            shutil.copyfile(file, folder / file.name)
-
-    def close(self) -> None:
-        """Free the memory."""
-        for number in self._files.values():
+            if not name.endswith(".h5"):
+                numbers.append(os.memfd_create(name))
+                (folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{numbers[-1]}")
+        yield folder
+    finally:
+        for number in numbers:
             os.ftruncate(number, 0)  # a worker that was forked meanwhile has the file, too
             os.close(number)
-        self._files.clear()
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _seal(folder: Path, manifest: Manifest) -> None:
@@ -298,7 +241,7 @@ def _versions() -> dict[str, str]:
 
 
 def states_file(rank: int) -> str:
-    """The name of the file with what differs between ranks, of one rank of a sharded checkpoint."""
+    """The name of one rank's file of states in a sharded checkpoint."""
     return f"ranks-{rank:05}.npz"
 
 
@@ -307,18 +250,7 @@ def is_sharded(manifest: Manifest) -> bool:
     return states_file(0) in manifest.files
 
 
-@sendable
-@dataclass(frozen=True)
-class _Written:
-    """The files that one rank has written of a sharded checkpoint."""
-
-    shards: dict[str, str] = field(default_factory=dict)
-    """By part, the name of the file with its shard."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By file, its length and sha256."""
-
-
-def _write_shards(folder: Path, parts: Sequence[Part], local: Mapping[str, Arrays]) -> _Written:
+def _write_shards(folder: Path, parts: Sequence[Part], local: Arrays) -> _Written:
     """Write this rank's files, and flush them."""
     rank = runtime.rank()
     shards: dict[str, str] = {}
@@ -335,17 +267,14 @@ def _write_shards(folder: Path, parts: Sequence[Part], local: Mapping[str, Array
         elif rank == 0:
             part.save(folder / part.file)
             files.append(part.file)
-    return _Written(shards, store.flushed(folder, files))
+    return shards, store.flushed(folder, files)
 
 
 def _complete(
-    folder: Path,
-    manifest: Manifest,
-    parts: Sequence[Part],
-    by_rank: Sequence[_Written],
+    folder: Path, manifest: Manifest, parts: Sequence[Part], by_rank: Sequence[_Written]
 ) -> None:
     """Add the manifest of a sharded checkpoint, once rank 0 sees all bytes of all files."""
-    files = {name: facts for written in by_rank for name, facts in written.files.items()}
+    files = {name: facts for _, of_rank in by_rank for name, facts in of_rank.items()}
     for name, facts in files.items():
         file = folder / name
         _wait_for(file, "a file that another rank has written: put the directory where all see it")
@@ -354,7 +283,7 @@ def _complete(
     of_parts: dict[str, dict[str, Any]] = {}
     for part in parts:
         of_parts[part.name] = {**part.facts(), "file": part.file}
-        if shards := [each.shards[part.name] for each in by_rank if part.name in each.shards]:
+        if shards := [of_rank[part.name] for of_rank, _ in by_rank if part.name in of_rank]:
             of_parts[part.name]["shares"] = shards
     replace(manifest, parts=of_parts, files=files).write(folder)
 
@@ -369,22 +298,11 @@ def _wait_for(path: Path, what: str) -> None:
 
 
 def join(source: Path, directory: Path) -> Path:
-    """Write the plain files of a sharded checkpoint into a directory of checkpoints.
+    """Write the plain files of a sharded checkpoint into another directory; return their folder.
 
     They are those that rank 0 would have written of all ranks. Tensors that ranks have divided are
     put together one at a time, in files that are mapped into memory: joining needs disk for them,
-    but hardly any memory, however large the model is.
-
-    Args:
-        source: the checkpoint's folder, or a directory, of which the newest one counts.
-        directory: another one; created if it is not there.
-
-    Returns:
-        The new checkpoint's folder.
-
-    Raises:
-        HvkitError: the source is no sharded checkpoint, or damaged, or in the same directory.
-        OSError: it cannot be read, or the new one not be written.
+    but hardly any memory, however large the model is. Of a directory, the newest checkpoint counts.
     """
     folder = source
     if not store.is_name(source.absolute().name):
@@ -414,10 +332,10 @@ def join(source: Path, directory: Path) -> Path:
     return directory / folder.name
 
 
-def _states_of_all(folder: Path, size: int) -> Iterator[dict[str, Arrays]]:
+def _states_of_all(folder: Path, size: int) -> Iterator[Arrays]:
     for rank in range(size):
-        with saved_states(folder / states_file(rank)) as states:
-            yield states.of(0)
+        with np.load(folder / states_file(rank)) as values:
+            yield states_of(values, 0)
 
 
 def _join_shards(files: list[Path], path: Path) -> None:

@@ -97,20 +97,13 @@ class Manifest:
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder.
 
-    Raises:
-        DamagedError: it is missing, cut short or changed, or the disk cannot read it.
-        PermissionError: this user may not read it: skipping to an older one would hide that.
-        HvkitError: an older or newer hvkit wrote it in another format.
+    DamagedError if it is not what was written; HvkitError if another version of hvkit wrote it in
+    another format; PermissionError, since skipping to an older one would hide that.
     """
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
+        with _damage_of(MANIFEST):
+            body = json.loads((folder / MANIFEST).read_bytes())
         digest = body.pop("sha256")
-    except FileNotFoundError:
-        raise DamagedError(f"{MANIFEST} is missing") from None
-    except PermissionError:
-        raise
-    except OSError as error:
-        raise DamagedError(f"{MANIFEST}: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError, TypeError):
         raise DamagedError(f"{MANIFEST} is not what was written") from None
     if digest != _digest_of(body):
@@ -128,25 +121,27 @@ def _digest_of(body: dict[str, Any]) -> str:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Compare every file of a checkpoint with its manifest.
-
-    Raises:
-        DamagedError: names the file and the damage.
-        PermissionError: this user may not read a file.
-    """
+    """Compare every file of a checkpoint with its manifest; raises as ``read``."""
     for name, written in manifest.files.items():
-        try:
+        with _damage_of(name):
             found = facts_of(folder / name)
-        except PermissionError:
-            raise  # not damage: skipping to an older checkpoint would hide it
-        except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
-        except OSError as error:
-            raise DamagedError(f"{name}: {error.strerror}") from None
         if found["bytes"] != written["bytes"]:
             raise DamagedError(f"{name} has {found['bytes']} of {written['bytes']} bytes")
         if found != written:
             raise DamagedError(f"{name} is not what was written: its sha256 differs")
+
+
+@contextmanager
+def _damage_of(name: str) -> Iterator[None]:
+    """Turn errors of reading a file into ``DamagedError``, apart from PermissionError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedError(f"{name} is missing") from None
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise DamagedError(f"{name}: {error.strerror}") from None
 
 
 def has_all_bytes(folder: Path, manifest: Manifest) -> bool:
@@ -201,12 +196,8 @@ def id_of(directory: Path) -> str:
 def prepare(directory: Path) -> tuple[int, int]:
     """Create the directory, lock it for this process, and clean up after killed runs.
 
-    Returns:
-        The largest ``serial`` in its manifests, and the largest ``saves`` in manifests of this
-        run; 0 without any.
-
-    Raises:
-        BlockingIOError: another process has the lock.
+    Returns the largest ``serial`` in its manifests, and the largest ``saves`` in manifests of this
+    run; 0 without any. BlockingIOError if another process has the lock.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
@@ -230,13 +221,6 @@ def new_folder(directory: Path, name: str) -> Iterator[Path]:
 
     Afterwards it is renamed to a checkpoint's folder, and replaces one of the same name, which is
     deleted, or stays hidden if it cannot be deleted now. After an error the directory is as it was.
-
-    Args:
-        directory: one for which ``prepare`` was called.
-        name: the folder's name, from ``name_of``.
-
-    Raises:
-        OSError: it cannot be made or flushed.
     """
     temporary = _unused(directory / (_SAVING + name))
     try:
@@ -259,14 +243,8 @@ def new_folder(directory: Path, name: str) -> Iterator[Path]:
 def adopt(folder: Path, manifest: Manifest) -> Path:
     """Mark a checkpoint that rank 0 has loaded from its directory as one of this run.
 
-    Otherwise a restart with rank 0 on another host would ignore it, as that of another run.
-
-    Args:
-        folder: the checkpoint's.
-        manifest: its manifest.
-
-    Returns:
-        Its folder, which is renamed if a kill had interrupted the save that was to replace it.
+    Otherwise a restart with rank 0 on another host would ignore it, as that of another run. Returns
+    its folder, which is renamed if a kill had interrupted the save that was to replace it.
     """
     is_replaced, is_of_run = folder.name.endswith(_OLD), manifest.run == run_name()
     if not run_name() or not folder.is_dir() or (is_of_run and not is_replaced):
@@ -311,17 +289,13 @@ def readable(
 ) -> Iterator[tuple[Path, Manifest]]:
     """The checkpoints of a directory whose manifests can be read; their files may be damaged.
 
-    Args:
-        directory: it need not exist.
-        skip: called with the folder and the reason for every checkpoint whose manifest is damaged.
-        strict: whether to raise an error for one that this user may not read, or of another format;
-            else it is skipped. In rank 0's directory, loading an older one would hide the problem.
-
-    Raises:
-        HvkitError: an older or newer hvkit wrote one in another format.
-        PermissionError: this user may not read one.
+    The others are passed to ``skip`` with the reason. But with ``strict`` it raises an error for
+    one that this user may not read, or of another format: in rank 0's directory, loading an older
+    one would hide the problem.
     """
-    for folder in sorted(_checkpoints(directory), reverse=True):
+    entries = directory.iterdir() if directory.is_dir() else ()
+    folders = [each for each in entries if _CHECKPOINT.fullmatch(each.name) and each.is_dir()]
+    for folder in sorted(folders, reverse=True):
         try:
             yield folder, read(folder)
         except (PermissionError, HvkitError) as error:
@@ -386,17 +360,9 @@ def _finish_replacing(old: Path) -> None:
             os.rename(old, new)
             flush(old.parent)
     except (OSError, HvkitError) as error:
-        if old not in _stays:
-            logger.warning(f"keeps {old} in addition to {new}, which cannot be read: {error}")
-        _stays.add(old)
+        _warn_once(old, f"keeps {old} in addition to {new}, which cannot be read: {error}")
     else:
         _remove(old)
-
-
-def _checkpoints(directory: Path) -> Iterator[Path]:
-    if directory.is_dir():
-        found = (each for each in directory.iterdir() if _CHECKPOINT.fullmatch(each.name))
-        yield from (each for each in found if each.is_dir())
 
 
 def _remove(folder: Path) -> None:
@@ -411,11 +377,7 @@ def _remove(folder: Path) -> None:
 
 
 def _delete(hidden: Path) -> None:
-    """Delete a hidden folder, as far as possible now.
-
-    On NFS, a file that another process reads stays under another name until that process closes
-    it, and its folder stays too.
-    """
+    """Delete a hidden folder, as far as possible now: on NFS, files that others read stay."""
     try:
         shutil.rmtree(hidden)
     except OSError as error:
@@ -431,6 +393,10 @@ def _unused(path: Path) -> Path:
 
 
 def _log_that_it_stays(folder: Path, error: OSError) -> None:
+    _warn_once(folder, f"cannot delete {folder} now, the next save tries again: {error}")
+
+
+def _warn_once(folder: Path, text: str) -> None:
     if folder not in _stays:
-        logger.warning(f"cannot delete {folder} now, the next save tries again: {error}")
+        logger.warning(text)
     _stays.add(folder)

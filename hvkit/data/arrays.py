@@ -20,17 +20,9 @@ _COMPARED = 4
 
 
 def shard_arrays(data: Any, split: Split, seed: int | None = None) -> tuple[Any, list[str]]:
-    """This rank's rows of arrays, in the same container, and the facts that all ranks must have.
+    """This rank's rows of arrays of shape (n, ...), and the facts that all ranks must have.
 
-    Args:
-        data: an array of shape (n, ...), or a tuple, list or dict of such arrays, all with the
-            same n.
-        split: rank and size.
-        seed: unused; all functions that ``shard`` calls take it.
-
-    Raises:
-        TypeError: it holds something other than arrays, or an array without rows.
-        ValueError: the arrays have different lengths.
+    The ``seed`` is unused: all functions that ``shard`` calls take it.
     """
     length = _rows_of(data)
     facts = [f"arrays of {length} rows", f"rows of sha256 {digest_of_rows(data)}"]
@@ -43,7 +35,6 @@ def shard_arrays(data: Any, split: Split, seed: int | None = None) -> tuple[Any,
 
 
 def _rows_of(data: Any) -> int:
-    """The number of rows that all arrays of ``data`` have; raises as ``shard_arrays``."""
     lengths: list[int] = []
     map_arrays(lambda array: lengths.append(int(array.shape[0])), data)
     if not lengths:
@@ -90,24 +81,26 @@ def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether this is an array or a container that may hold arrays."""
+    """Whether this is an array, or a container that may hold arrays."""
     return isinstance(data, tuple | list | Mapping) or _is_array(data)
 
 
 def _is_array(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return True
-    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
-    if _is_of_jax(value):
-        if not value.is_fully_addressable:
-            raise TypeError(
-                f"data holds an array of shape {value.shape} that belongs to all ranks already: "
-                "shard it before hvkit.batch or jax.device_put"
-            )
-        return True
-    return (torch is not None and isinstance(value, torch.Tensor)) or (
-        tensorflow is not None and isinstance(value, tensorflow.Tensor)
+    if _is_of_jax(value) and not value.is_fully_addressable:
+        raise TypeError(
+            f"data holds an array of shape {value.shape} that belongs to all ranks already: "
+            "shard it before hvkit.batch or jax.device_put"
+        )
+    return (
+        isinstance(value, np.ndarray)
+        or _is_of_jax(value)
+        or _is_tensor(value, "torch")
+        or _is_tensor(value, "tensorflow")
     )
+
+
+def _is_tensor(value: Any, package: str) -> bool:
+    return isinstance(value, getattr(sys.modules.get(package), "Tensor", ()))
 
 
 def _is_of_jax(value: Any) -> bool:
@@ -118,12 +111,9 @@ def _is_of_jax(value: Any) -> bool:
 
 
 def _take(array: Any, positions: Positions) -> Any:
-    if isinstance(array, np.ndarray) or _is_of_jax(array):
-        return array[positions]
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return array[torch.as_tensor(positions, device=array.device)]
-    return sys.modules["tensorflow"].gather(array, positions)
+    if _is_tensor(array, "tensorflow"):  # its tensors take no index of several rows
+        return sys.modules["tensorflow"].gather(array, positions)
+    return array[positions]
 
 
 def _name(value: Any) -> str:
@@ -133,13 +123,7 @@ def _name(value: Any) -> str:
 def shard_grain(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
     """This rank's elements as a ``MapDataset``, and the facts that must be equal on all ranks.
 
-    Args:
-        data: a ``grain.MapDataset``; its earlier steps shuffle and map all elements.
-        split: rank and size.
-        seed: unused; the dataset has its own.
-
-    Raises:
-        TypeError: it is an ``IterDataset`` or a ``DataLoader``, whose elements have no numbers.
+    The dataset has seeds of its own, and its earlier steps shuffle and map all elements.
     """
     import grain
 

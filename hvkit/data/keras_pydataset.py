@@ -21,13 +21,9 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     Batch i is batch i*N + rank of the original. The samples of the last N batches (or fewer) are
     divided evenly, so that all ranks' batches have the same size there, too. But if these batches
     have different shapes, apart from a smaller last one, they stay whole, and some are repeated.
-    It passes other attributes on to the original.
-
-    Args:
-        inner: the dataset; its ``workers``, ``use_multiprocessing`` and ``max_queue_size`` apply.
-        split: rank and size.
-        seed: the seed of the random numbers in ``on_epoch_begin`` and ``on_epoch_end``, together
-            with the number of epochs that have ended; None to draw what rank 0 would draw.
+    It passes other attributes on to the original. ``on_epoch_begin`` and ``on_epoch_end`` draw
+    random numbers by the seed and the number of epochs that have ended; without a seed, those that
+    rank 0 would draw.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, split: Split, seed: int | None) -> None:
@@ -66,9 +62,10 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         total = self._inner.num_batches
         if self._split.size == 1:
             return self._inner[index]
-        if total is None or index < (total - 1) // self._split.size:
+        last = None if total is None else (total - 1) // self._split.size
+        if last is None or index < last:
             return self._inner[index * self._split.size + self._split.rank]
-        if index > (total - 1) // self._split.size:
+        if index > last:
             raise IndexError(f"batch {index} of {self.num_batches}")
         return self._last(total)
 
@@ -76,7 +73,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         """This rank's part of the last group of batches; None if it has none."""
         rank, size = self._split.rank, self._split.size
         start = (total - 1) // size * size
-        batches = [_map(_as_numpy, self._inner[index]) for index in range(start, total)]
+        batches = [_in_numpy(self._inner[index]) for index in range(start, total)]
         if not _have_one_shape(batches):
             if self._split.exact and rank >= len(batches):
                 return None
@@ -85,7 +82,10 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         if not self._split.count(rows):
             return None
         positions = self._split.of(rows)
-        return _map(lambda *arrays: np.concatenate(arrays)[positions], *batches)
+        return keras.tree.map_structure(
+            lambda *arrays: None if arrays[0] is None else np.concatenate(arrays)[positions],
+            *batches,
+        )
 
     def on_epoch_begin(self) -> None:
         self._resumed = False
@@ -138,11 +138,7 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return {"epoch": self._epoch} | ({"random": self._drawn} if any(self._drawn) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Call the original's ``on_epoch_end`` as often as the saved run did.
-
-        Raises:
-            ValueError: it was already called more often.
-        """
+        """Call the original's ``on_epoch_end`` as often as the saved run did."""
         if state["epoch"] < self._epoch:
             raise ValueError(
                 f"on_epoch_end was called {self._epoch} times, but in the saved run only "
@@ -174,30 +170,23 @@ def shard_pydataset(
         with FixedRandomness(seed_from(seed or 0, 0, 2)):
             batch = inner[0]
         if isinstance(batch, tuple | list) and len(batch) > 1 and batch[1] is not None:
-            labels = _map(_as_numpy, batch[1])
-            facts.append(f"labels of the first batch with sha256 {digest_of_rows(labels)}")
+            digest = digest_of_rows(_in_numpy(batch[1]))
+            facts.append(f"labels of the first batch with sha256 {digest}")
     return part, facts
 
 
-def _map(function: Any, *batches: Any) -> Any:
-    """``function`` applied to the arrays at each position of the batches' common structure."""
-    first = batches[0]
-    if isinstance(first, dict):
-        return {key: _map(function, *(batch[key] for batch in batches)) for key in first}
-    if isinstance(first, tuple | list):
-        parts = [_map(function, *each) for each in zip(*batches, strict=True)]
-        return tuple(parts) if isinstance(first, tuple) else parts
-    return None if first is None else function(*batches)
+def _in_numpy(batch: Any) -> Any:
+    def array_of(value: Any) -> Any:
+        if value is None:
+            return None
+        is_tensor = keras.ops.is_tensor(value)
+        return keras.ops.convert_to_numpy(value) if is_tensor else np.asarray(value)
 
-
-def _as_numpy(array: Any) -> Any:
-    return keras.ops.convert_to_numpy(array) if keras.ops.is_tensor(array) else np.asarray(array)
+    return keras.tree.map_structure(array_of, batch)
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    _map(lambda array: found.append(array.shape), batch)
-    return found
+    return [array.shape for array in keras.tree.flatten(batch) if array is not None]
 
 
 def _have_one_shape(batches: list[Any]) -> bool:

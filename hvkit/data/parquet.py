@@ -43,7 +43,6 @@ class _Rows:
 
 
 def shard_parquet(dataset: Any, split: Split, seed: int | None) -> tuple[ParquetRows, list[str]]:
-    """This rank's rows, and the facts that must be equal on all ranks."""
     rows = ParquetRows(dataset, split, seed)
     return rows, rows.facts
 
@@ -52,15 +51,6 @@ class ParquetRows(WithPosition):
     """One rank's rows of a ``pyarrow.dataset`` of Parquet files; ``len`` is their number.
 
     ``state_dict`` and ``load_state_dict`` return and set the position of ``batches``.
-
-    Args:
-        dataset: the dataset.
-        split: rank and size.
-        seed: as for ``hvkit.shard``.
-
-    Raises:
-        TypeError: its files are no Parquet files.
-        ValueError: it has a filter.
     """
 
     def __init__(self, dataset: Any, split: Split, seed: int | None) -> None:
@@ -78,14 +68,7 @@ class ParquetRows(WithPosition):
         return sum(map(len, self._parts))
 
     def to_table(self, columns: Sequence[str] | None = None) -> Any:
-        """All of these rows in memory, as a ``pyarrow.Table``.
-
-        Args:
-            columns: the columns to read; None for all.
-
-        Raises:
-            TypeError, ValueError: ``columns`` is no list of columns of the files.
-        """
+        """All of these rows in memory, as a ``pyarrow.Table`` of some columns; None for all."""
         import pyarrow
 
         names = _checked(columns, self._schema)
@@ -97,25 +80,17 @@ class ParquetRows(WithPosition):
     def to_numpy(self, columns: Sequence[str] | None = None) -> Columns:
         """All of these rows in memory, as arrays of shape (n, ...) by column.
 
-        Raises:
-            TypeError, ValueError: as ``to_table``; a column has lists of different lengths, or
-                nulls among integers, booleans or lists.
+        ValueError if a column has lists of different lengths, or nulls among integers, booleans or
+        lists.
         """
         return _columns_of(self.to_table(columns))
 
     def batches(self, batch_size: int, columns: Sequence[str] | None = None) -> ParquetBatches:
         """These rows in batches, of which a row group at a time is in memory.
 
-        Each iteration over batches of these rows is a new epoch. Without a ``seed`` of
-        ``hvkit.shard`` they come in the order of the files; with one, each epoch has another order
-        of row groups, and of rows within them.
-
-        Args:
-            batch_size: rows of a batch; the last one of an epoch may have fewer.
-            columns: the columns to read; None for all.
-
-        Raises:
-            TypeError, ValueError: as ``to_table``; the iteration as ``to_numpy``.
+        Each iteration over batches of these rows is a new epoch, whose last batch may have fewer
+        rows. Without a ``seed`` of ``hvkit.shard`` they come in the order of the files; with one,
+        each epoch has another order of row groups, and of rows within them.
         """
         size = check_count("batch_size", batch_size)
         return ParquetBatches(self, size, _checked(columns, self._schema))
@@ -129,9 +104,6 @@ class ParquetRows(WithPosition):
 
         Another number of ranks has other parts of the rows. In the middle of an epoch each then
         leaves out as many of its rows as if these ranks had begun the epoch.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
         """
         super().load_state_dict(state)
         ranks = state.get("ranks")
@@ -144,15 +116,13 @@ class ParquetRows(WithPosition):
 
     def _epoch(self, iteration: object, size: int, names: list[str] | None) -> Iterator[Columns]:
         """The batches of the rest of this epoch."""
-        numbers = None
-        if self._seed is not None:
-            numbers = np.random.default_rng([self._seed, self._position.epoch])
-        order = (
-            range(len(self._parts)) if numbers is None else numbers.permutation(len(self._parts))
-        )
+        epoch = self._position.epoch
+        numbers = None if self._seed is None else np.random.default_rng([self._seed, epoch])
+        parts = len(self._parts)
         left_out = self._position.samples // self._split.size
         rest: Columns | None = None
-        for part in (self._parts[each] for each in order):
+        for index in range(parts) if numbers is None else numbers.permutation(parts):
+            part = self._parts[index]
             chosen = slice(None) if numbers is None else numbers.permutation(len(part))
             if left_out >= len(part):
                 left_out -= len(part)
@@ -218,7 +188,6 @@ def _row_groups(dataset: Any) -> Iterator[_Rows]:
 
 
 def _facts(dataset: Any, groups: Sequence[_Rows]) -> list[str]:
-    """The facts that must be equal on all ranks."""
     named = [(each.fragment.path, each.group, each.stop) for each in groups]
     digest = hashlib.sha256(repr(named).encode()).hexdigest()
     rows = sum(each.stop for each in groups)
@@ -273,10 +242,6 @@ def _columns_of(table: Any) -> Columns:
 
     Lists become a second dimension, lists of lists a third; a tensor has its own. A null is NaN
     among floats, NaT among times, and None among strings and other objects.
-
-    Raises:
-        ValueError: a column has lists of different lengths, or nulls that its array cannot hold;
-            the message names it.
     """
     return {name: _array(name, table.column(name).combine_chunks()) for name in table.column_names}
 
@@ -295,14 +260,13 @@ def _array(name: str, column: Any) -> NDArray[Any]:
         )
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _array(name, column.storage)
-    if pyarrow.types.is_dictionary(kind):
-        return _array(name, column.dictionary_decode())
-    if _is_list(kind):
-        return _lists(name, column)
     types = pyarrow.types
+    if types.is_dictionary(kind):
+        return _array(name, column.dictionary_decode())
+    if hasattr(kind, "value_field"):  # lists of any kind
+        return _lists(name, column)
     if types.is_integer(kind) or types.is_boolean(kind):
-        what = "integers" if types.is_integer(kind) else "booleans"
-        _refuse_nulls(name, column, what)
+        _refuse_nulls(name, column, "integers" if types.is_integer(kind) else "booleans")
     try:
         return np.array(column.to_numpy(zero_copy_only=False))  # a copy that can be written to
     except pyarrow.ArrowException as problem:
@@ -310,14 +274,6 @@ def _array(name: str, column: Any) -> NDArray[Any]:
             f"column {name!r} of type {kind} does not become an array ({problem}): leave it out "
             "with columns=, or convert to_table()[name]"
         ) from problem
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow
-
-    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
-    checks = (getattr(pyarrow.types, f"is_{each}", None) for each in names)
-    return any(check is not None and check(kind) for check in checks)
 
 
 def _lists(name: str, column: Any) -> NDArray[Any]:

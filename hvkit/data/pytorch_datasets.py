@@ -21,12 +21,7 @@ from hvkit.random_states import FixedRandomness
 
 
 def shard_dataset(dataset: Dataset[Any], split: Split, seed: int | None) -> tuple[Any, list[str]]:
-    """This rank's samples of a Dataset, and the facts that must be equal on all ranks.
-
-    Raises:
-        TypeError: a map-style dataset has no ``__len__``.
-        ValueError: the dataset is already a rank's part.
-    """
+    """This rank's samples of a Dataset, and the facts that must be equal on all ranks."""
     if isinstance(dataset, IterableDataset):
         if split.size == 1 and seed is None:
             return dataset, ["IterableDataset"]
@@ -85,10 +80,6 @@ class DatasetPart(_AttributesOf, Subset[Any]):
     ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
     splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
     indices in the whole dataset, marked by ``in_whole``. The dataset has all other attributes.
-
-    Args:
-        dataset: the whole dataset, with a length.
-        split: rank and size.
     """
 
     _own = ("dataset", "_split", "_known")
@@ -111,17 +102,14 @@ class DatasetPart(_AttributesOf, Subset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, list):
-            return self.dataset[self._in_whole(index)]
+            return self.dataset[[*map(self._key, index)]]
         return self.dataset[self._key(index)]
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        indices = self._in_whole(indices)
+        keys = [*map(self._key, indices)]
         if callable(several := getattr(self.dataset, "__getitems__", None)):
-            return several(indices)  # type: ignore[no-any-return]
-        return [self.dataset[index] for index in indices]
-
-    def _in_whole(self, keys: list[Any]) -> list[Any]:
-        return [self._key(key) for key in keys]
+            return several(keys)  # type: ignore[no-any-return]
+        return [self.dataset[key] for key in keys]
 
     def _key(self, key: Any) -> Any:
         if type(key) is InWhole:
@@ -147,17 +135,10 @@ def contents(dataset: Any) -> list[str]:
 
 
 class StreamShard(_AttributesOf, IterableDataset[Any]):
-    """One rank's samples of a stream.
+    """One rank's samples of a stream, of which all ranks together read ``group`` in a step.
 
     The stream has all other attributes, so a ``worker_init_fn`` that splits
     ``get_worker_info().dataset`` works as before.
-
-    Args:
-        inner: the stream, the same on every rank.
-        split: rank and size.
-        group: samples of one step on all ranks together.
-        drop_last: leave out an incomplete last step.
-        seed: the seed of the stream's random numbers.
     """
 
     _own = ("_inner", "_split", "_group", "_drop_last", "_seed", "_epoch")

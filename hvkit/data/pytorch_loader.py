@@ -9,8 +9,9 @@ and OpenFabrics. The forkserver of multiprocessing, a process without MPI, can f
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ from hvkit.random_states import FixedRandomness, Generators, begins_an_epoch, fr
 
 ADAPTERS = Path("/sys/class/infiniband")
 
-_NONE = object()
-
 
 def dynamic_loader(
     loader: DataLoader[Any], split: Split, seed: int | None
 ) -> tuple[DynamicLoader, list[str]]:
-    """A loader of the batches that this rank takes, and what must be equal on all ranks."""
     _refuse_others(loader)
     facts = [f"batch size {loader.batch_size}", f"drop_last {loader.drop_last}"]
     part = DynamicLoader(loader, split.size, seed or 0)
@@ -51,7 +49,6 @@ def dynamic_loader(
 
 
 def shard_loader(loader: DataLoader[Any], split: Split, seed: int | None) -> tuple[Any, list[str]]:
-    """A loader of this rank's samples, and what must be equal on all ranks."""
     _refuse_others(loader)
     batch, drop_last = loader.batch_size, loader.drop_last and not split.exact
     facts = [f"batch size {batch}", f"drop_last {drop_last}"]
@@ -96,12 +93,10 @@ class _LoaderLike(DataLoader[Any]):
 class ShardedLoader(WithPosition, _LoaderLike):
     """A DataLoader that reads one rank's part of another DataLoader's samples.
 
-    Every iteration is a new epoch. ``state_dict`` and ``load_state_dict`` return and set the
-    position, counted over all ranks, so another number of ranks can continue from it.
-
-    On several ranks its dataset is this rank's part, see ``DatasetPart``. Another loader that is
-    made from its dataset and its sampler or batch sampler reads what this one would read next. The
-    batches of that loader are not counted: the position changes only at the end of an epoch.
+    Every iteration is a new epoch. The position is counted over all ranks, so another number of
+    ranks can continue from it. On several ranks its dataset is a ``DatasetPart``. Another loader of
+    its dataset and its sampler or batch sampler reads what this one would read next, and the
+    position changes only at the end of an epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], order: RankSampler, split: Split) -> None:
@@ -176,13 +171,8 @@ class ShardedLoader(WithPosition, _LoaderLike):
 class DynamicLoader(WithPosition, _LoaderLike):
     """A DataLoader whose next batch is the next one that no rank has taken yet.
 
-    Every iteration is a new epoch. Its length is the mean over ranks. ``state_dict`` and
-    ``load_state_dict`` return and set the position, which counts the batches that ranks have taken.
-
-    Args:
-        loader: the user's.
-        size: the number of ranks.
-        seed: for the order, the same on every rank.
+    Every iteration is a new epoch. Its length is the mean over ranks, and its position counts the
+    batches that ranks have taken.
     """
 
     def __init__(self, loader: DataLoader[Any], size: int, seed: int) -> None:
@@ -192,13 +182,13 @@ class DynamicLoader(WithPosition, _LoaderLike):
         self._position = Position()
         self._iterations = 0
         self._batches: int | None = None  # in the current iteration
-        batches = _TakenBatches(self._take)
+        batches = _TakenBatches(self)
         super().__init__(loader, loader.dataset, batch_sampler=batches, generator=torch.Generator())
 
     def __len__(self) -> int:
         return -(-len(self._of_user) // self._size)
 
-    def _take(self) -> Iterator[list[Any]]:
+    def take_batches(self) -> Iterator[list[Any]]:
         iteration, batch = self._iterations, self._of_user.batch_size
         rows = self._rows()
         whole = len(rows) // batch
@@ -228,10 +218,6 @@ class DynamicLoader(WithPosition, _LoaderLike):
             yield from batches
         self._batches = None
 
-    def _taken(self) -> int:
-        assert self._batches is not None
-        return min(self._queue.next(self._iterations), self._batches)
-
     def end_epoch(self) -> None:
         super().end_epoch()
         self._batches = None
@@ -240,7 +226,8 @@ class DynamicLoader(WithPosition, _LoaderLike):
         """The position: epochs done, and samples of this epoch that ranks have taken."""
         position = super().state_dict()
         if self._batches is not None:
-            position["samples"] += self._taken() * self._of_user.batch_size
+            taken = min(self._queue.take(self._iterations, 0), self._batches)
+            position["samples"] += taken * self._of_user.batch_size
         return position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -253,11 +240,11 @@ class DynamicLoader(WithPosition, _LoaderLike):
 class _TakenBatches(Sampler[list[Any]]):
     """A batch sampler: the batches that this rank takes."""
 
-    def __init__(self, take: Callable[[], Iterator[list[Any]]]) -> None:
-        self._take = take
+    def __init__(self, loader: DynamicLoader) -> None:
+        self._loader = loader
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._take()
+        return self._loader.take_batches()
 
 
 def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
@@ -279,14 +266,7 @@ def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
 
 
 class StreamLoader(_LoaderLike):
-    """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank.
-
-    Args:
-        loader: the user's.
-        stream: the rank's part.
-        seed: the seed of the workers' seeds; None for 0.
-        drop_last: whether to leave out an incomplete last step.
-    """
+    """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank."""
 
     def __init__(
         self, loader: DataLoader[Any], stream: StreamShard, seed: int | None, drop_last: bool
@@ -358,15 +338,14 @@ def _active_adapter(adapters: Path) -> str | None:
 
 def _with_first(batches: Iterator[Any], adapter: str) -> Iterator[Any]:
     try:
-        first = next(batches, _NONE)
+        first = list(islice(batches, 1))
     except RuntimeError as error:
         # PyTorch's message for a worker that ended. Errors of the dataset pass unchanged.
         if "exited unexpectedly" not in str(error):
             raise
         raise _cannot_start(error, adapter) from error
-    if first is not _NONE:
-        yield first
-        yield from batches
+    yield from first
+    yield from batches
 
 
 def _cannot_start(error: Exception, adapter: str) -> LaunchError:

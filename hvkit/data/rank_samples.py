@@ -21,24 +21,16 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Split:
-    """One of as many equal parts of each step as there are ranks.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        exact: every sample is on exactly one rank, so parts may differ by one. Otherwise all parts
-            have the same length, and some samples are repeated to reach it.
-    """
+    """One of as many equal parts of each step as there are ranks."""
 
     rank: int
     size: int
     exact: bool = False
+    """Whether every sample is on exactly one rank, so that parts may differ by one. Otherwise some
+    are repeated, so that all parts have the same length."""
 
     def of(self, length: int) -> slice | Positions:
-        """This rank's positions among ``length`` positions, of one step or of all, in order.
-
-        A slice, unless some are repeated.
-        """
+        """This rank's positions among ``length`` positions, in order: a slice if none repeats."""
         if self.exact or length % self.size == 0:
             return slice(self.rank, length, self.size)
         positions = self.rank + self.size * np.arange(self.count(length), dtype=np.int64)
@@ -47,10 +39,7 @@ class Split:
         return positions
 
     def in_order(self, length: int) -> range:
-        """As many positions for each rank that follow each other; some may be past the end.
-
-        Those past the end begin again with the first.
-        """
+        """As many positions that follow each other; past the end they begin again at the first."""
         if self.exact:
             return range(self.rank * length // self.size, (self.rank + 1) * length // self.size)
         return range(self.rank * self.count(length), (self.rank + 1) * self.count(length))
@@ -58,10 +47,8 @@ class Split:
     def count(self, length: int, *, group: int | None = None, drop_last: bool = False) -> int:
         """The number of this rank's positions among ``length`` positions.
 
-        Args:
-            length: the number of samples to divide.
-            group: samples of one step on all ranks together; a multiple of the size.
-            drop_last: leave out an incomplete last step; ignored with ``exact``.
+        With ``drop_last``, but not with ``exact``, an incomplete last step is left out; ``group``
+        is the number of samples of a step on all ranks together.
         """
         if self.exact:
             return len(range(self.rank, length, self.size))
@@ -87,25 +74,18 @@ class Position:
         self._iteration: object | None = None
         self._left = False
 
-    @property
-    def running(self) -> bool:
-        """Whether an epoch has begun and not ended."""
-        return self._iteration is not None
-
     def begin(self) -> object:
         """Begin an iteration: the rest of the current epoch after a load, else a new epoch.
 
-        Returns:
-            An identifier for ``advance``, ``end`` and ``reading``, which do nothing
-            unless it is that of the latest iteration.
+        Returns an identifier for ``advance``, ``end`` and ``reading``, which do nothing unless it
+        is that of the latest iteration.
         """
-        if self.running:
+        if self._iteration is not None:
             self._next_epoch()
         self._iteration, self._left = object(), False
         return self._iteration
 
     def advance(self, iteration: object, samples: int) -> None:
-        """Count samples that all ranks together have read."""
         if iteration is self._iteration:
             self.samples += samples
 
@@ -126,7 +106,6 @@ class Position:
         self.end(iteration)
 
     def end_if_left(self) -> None:
-        """Count the epoch as done if a loop left it."""
         if self._left:
             self.end(self._iteration)
             self._left = False
@@ -135,7 +114,6 @@ class Position:
         self.epoch, self.samples, self.random = self.epoch + 1, 0, {}
 
     def save(self) -> dict[str, Any]:
-        """The position, for ``load``."""
         position = {"epoch": self.epoch, "samples": self.samples}
         return position | ({"random": dict(self.random)} if self.random else {})
 
@@ -171,11 +149,7 @@ class WithPosition:
         return self._position.save()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the next iteration is the rest of its epoch.
-
-        Raises:
-            ValueError: ``state_dict`` did not return it.
-        """
+        """Go to a position that ``state_dict`` returned: the next iteration ends its epoch."""
         self._position.load(state)
 
 
@@ -190,15 +164,12 @@ class Queue:
     def __init__(self) -> None:
         self._number = next(self._made)
 
-    def take(self, iteration: int) -> int:
-        """Take the next batch in this rank's n-th iteration; too large a number if none is left."""
+    def take(self, iteration: int, batches: int = 1) -> int:
+        """Take the next batch in this rank's n-th iteration; too large a number if none is left.
+
+        With 0 ``batches`` it only returns the number of the batch that is taken next.
+        """
         # Imported here, since only ranks with a parameter server need it.
         from hvkit.parameter_server.client import take_batch
 
-        return take_batch(self._number, iteration)
-
-    def next(self, iteration: int) -> int:
-        """The number of the batch that is taken next."""
-        from hvkit.parameter_server.client import take_batch
-
-        return take_batch(self._number, iteration, 0)
+        return take_batch(self._number, iteration, batches)

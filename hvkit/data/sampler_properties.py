@@ -17,28 +17,21 @@ from torch.utils.data import (
 
 
 class LoaderBatching(NamedTuple):
-    """How the samples of a sampler, or the batches of a batch sampler, become a loader's batches.
-
-    Attributes:
-        source: the sampler to read from, or a batch sampler whose batches stay whole.
-        samples: the number of samples in a rank's batch; None if batches stay whole.
-        drop_last: whether to leave out an incomplete last step.
-        batched: whether a rank's batches are read as lists; else sample by sample.
-        lazy: whether the loader calls the source's ``__iter__`` only when it needs a batch.
-    """
+    """How the items of a sampler or a batch sampler become a loader's batches."""
 
     source: Any
+    """The sampler to read from, or a batch sampler whose batches stay undivided."""
     samples: int | None
+    """The number of samples in a rank's batch; None if batches stay undivided."""
     drop_last: bool
     batched: bool
+    """Whether a rank's batches are read as lists; else sample by sample."""
     lazy: bool
+    """Whether the loader calls the source's ``__iter__`` only when it needs a batch."""
 
 
 def length_of(data: Any) -> int | None:
-    """The length of a sampler or dataset; None if it has none.
-
-    A ``BatchSampler`` has a ``__len__``, which fails if its sampler has none.
-    """
+    """The length of a sampler or dataset; None if it, or the sampler of its batches, has none."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -46,7 +39,6 @@ def length_of(data: Any) -> int | None:
 
 
 def loader_batching(loader: DataLoader[Any]) -> LoaderBatching:
-    """How a loader makes its batches."""
     batches = loader.batch_sampler
     if batches is None and isinstance(loader.sampler, BatchSampler):
         # Without automatic batching, a sampler may pass whole lists of indices to the dataset.
@@ -114,16 +106,10 @@ def draws_at_end(source: Any) -> bool:
 
 
 def whole_order(source: Any, *, original: bool = False) -> Any:
-    """The order of an epoch as an array or a range, from PyTorch's samplers of each sample once.
+    """The order of an epoch, from PyTorch's samplers of each sample once; None for other samplers.
 
-    It draws the same numbers as the sampler, whose own lists would take 5 times the memory.
-
-    Args:
-        source: a sampler.
-        original: whether to return the order of the dataset instead.
-
-    Returns:
-        A range, or an int64 array of shape (n,); None for other samplers.
+    A range, or an int64 array of shape (n,); with ``original`` in the order of the dataset. It
+    draws the same numbers as the sampler, whose own lists would take 5 times the memory.
     """
     if not reads_each_once(source):
         return None

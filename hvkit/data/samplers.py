@@ -70,11 +70,7 @@ class RankSampler(Sampler[Any]):
     Other attributes are read and set on the user's sampler or batch sampler.
 
     Without a seed, one process draws the same numbers as without hvkit, and N ranks draw rank 0's.
-
-    Args:
-        loader: the user's.
-        split: rank and size.
-        seed: the seed of an epoch's random numbers, together with the epoch's number; or None.
+    With one, the seed and the number of an epoch determine its random numbers.
     """
 
     def __init__(self, loader: DataLoader[Any], split: Split, seed: int | None) -> None:
@@ -129,7 +125,6 @@ class RankSampler(Sampler[Any]):
         return iteration, epoch
 
     def _randomness(self, number: int) -> AbstractContextManager[None]:
-        """The context in which the sampler draws this epoch's random numbers."""
         position, exact = self.position, self._split.exact
         if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             return FixedRandomness(from_text(position.random), self._generators)
@@ -170,12 +165,8 @@ class RankSampler(Sampler[Any]):
     def require_same_position(self, begun_after: int, random: str = "") -> bool:
         """Raise on every rank unless all are in the same epoch; a collective.
 
-        Args:
-            begun_after: the samples of the epoch that were done when this iteration began.
-            random: the states of the generators.
-
-        Returns:
-            Whether ``random`` is equal on all ranks.
+        This iteration began after so many samples of the epoch. Returns whether ``random``, the
+        states of the generators, is equal on all ranks.
         """
         begun = f"epoch {self.position.epoch}, begun after {begun_after} samples"
         digest = hashlib.sha256(random.encode()).hexdigest()
@@ -194,10 +185,6 @@ class RankSampler(Sampler[Any]):
         """Raise on every rank if the ranks' samplers have returned different indices.
 
         A collective after 1, 2, 4, 8, ... steps and at the epoch's end; does nothing otherwise.
-
-        Args:
-            epoch: the epoch that is read.
-            steps: the steps that this rank has read; by default all of the epoch.
         """
         if (facts := epoch.digests.pop(steps, None)) is None:
             return
@@ -233,7 +220,6 @@ class RankSampler(Sampler[Any]):
             yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
 
     def _mark(self, key: Any) -> Any:
-        """Mark the key as an index, or indices, in the whole dataset."""
         return [in_whole(index) for index in key] if self.batched else in_whole(key)
 
     def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
@@ -342,7 +328,6 @@ class RankSampler(Sampler[Any]):
         return rest // group if self.drop_last else -(-rest // group)
 
     def facts(self) -> list[str]:
-        """The facts that must be equal on all ranks."""
         source, unit = self._batching.source, "samples" if self._batching.samples else "batches"
         length = length_of(source)
         text = "unknown length" if length is None else f"{length} {unit}"
@@ -357,7 +342,6 @@ class RankSampler(Sampler[Any]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position; ValueError if ``state_dict`` did not return it."""
         self.position.load(state)
         self._generators.set(states_of_data(self.position.random))
         if not begins_an_epoch(self.position.random):

@@ -89,7 +89,11 @@ def shard(
             ``data`` is already a part, unless it is arrays.
         RanksDisagreeError: the ranks passed different data or arguments.
     """
-    split = _split_of(mesh, exact is True)
+    if mesh is None:
+        split = Split(runtime.rank(), runtime.size(), exact is True)
+    else:
+        position = position_in(mesh)
+        split = Split(position.batch, position.batches, exact is True)
     if dynamic and mesh is not None:
         raise ValueError(
             f"dynamic=True gives each rank other batches, but ranks of {mesh} that hold one model "
@@ -105,11 +109,11 @@ def shard(
     part: Any = None
     facts: list[str] = []
     try:
-        checked = _checked(exact, seed)
-        if _is_dynamic(dynamic, split):
-            part, facts = _dynamic(data, split, checked)
+        _check(exact, seed, dynamic)
+        if dynamic:
+            part, facts = _dynamic(data, split, seed)
         if not dynamic or split.size == 1:
-            part, facts = shard_for(data, split, checked)
+            part, facts = shard_for(data, split, seed)
     except Exception as error:
         problem = error
     if exact is True and not facts:
@@ -125,21 +129,11 @@ def shard(
     return part  # type: ignore[no-any-return]
 
 
-def _split_of(mesh: Mesh | None, exact: bool) -> Split:
-    if mesh is None:
-        return Split(runtime.rank(), runtime.size(), exact)
-    position = position_in(mesh)
-    return Split(position.batch, position.batches, exact)
-
-
 def shard_for(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
     """One rank's part, and the facts that must be equal on all ranks; not a collective.
 
     For evaluation there are facts only if ranks could disagree about the order: evaluation on a
     single rank must not wait for the others.
-
-    Raises:
-        TypeError, ValueError: as ``shard``.
     """
     divide = _function_for(data, _SHARDED) or (shard_arrays if is_arrays(data) else None)
     if divide is None:
@@ -164,19 +158,7 @@ def _is(data: Any, package: str, name: str) -> bool:
     return module is not None and isinstance(data, operator.attrgetter(name)(module))
 
 
-def _is_dynamic(dynamic: object, split: Split) -> bool:
-    if not isinstance(dynamic, bool):
-        raise TypeError(f"dynamic must be True or False, got {dynamic!r}")
-    if dynamic and split.exact:
-        raise ValueError(
-            "exact=True gives every rank the same part each time, and dynamic=True as many batches "
-            "as it has time for: choose one"
-        )
-    return dynamic
-
-
 def _dynamic(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]:
-    """The batches that a rank takes, and the facts; not a collective."""
     divide = _function_for(data, _DYNAMIC)
     if divide is None:
         raise TypeError(
@@ -188,16 +170,19 @@ def _dynamic(data: Any, split: Split, seed: int | None) -> tuple[Any, list[str]]
     return part, [*facts, f"seed {seed}", "dynamic"]
 
 
-def _checked(exact: object, seed: object) -> int | None:
-    if not isinstance(exact, bool):
-        raise TypeError(f"exact must be True or False, got {exact!r}")
-    if seed is None:
-        return None
-    if not isinstance(seed, int) or isinstance(seed, bool):
+def _check(exact: object, seed: object, dynamic: object) -> None:
+    for name, value in {"exact": exact, "dynamic": dynamic}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed must be an int, got {seed!r}")
-    if seed < 0:
+    if seed is not None and seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}")
-    return seed
+    if dynamic and exact:
+        raise ValueError(
+            "exact=True gives every rank the same part each time, and dynamic=True as many batches "
+            "as it has time for: choose one"
+        )
 
 
 def _refusal(data: object) -> str:

@@ -17,6 +17,7 @@ attributes that are the same in TensorFlow 2.16 and 2.21.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -58,50 +59,37 @@ def shard_tfdata(
 def dynamic_tfdata(
     data: tf.data.Dataset, split: Split, seed: int | None
 ) -> tuple[tf.data.Dataset, list[str]]:
-    """The elements that this rank takes, and the facts that must be equal on all ranks.
-
-    Every rank runs the whole pipeline, and skips what others have taken.
-    """
+    """The elements that this rank takes of the pipeline, and the facts equal on all ranks."""
     _refuse_unordered(data)
     if split.size > 1:
         _refuse_common_caches(data)
-    taken = _TakenElements()
+    queue, iterations = Queue(), itertools.count(1)
+    # By iteration: the number of the element that this rank takes next.
+    following: dict[int, int] = {}
+
+    def begin() -> np.int64:
+        return np.int64(next(iterations))
+
+    def is_taken(iteration: np.int64, number: np.int64) -> np.bool_:
+        key = int(iteration)
+        if key not in following:
+            following[key] = queue.take(key)
+        is_next = following[key] == number
+        if is_next:
+            del following[key]
+        return np.bool_(is_next)
 
     def epoch(_: tf.Tensor) -> tf.data.Dataset:
-        iteration = tf.numpy_function(taken.begin, [], tf.int64)
-        own = data.enumerate().filter(
-            lambda number, _: tf.numpy_function(taken.is_taken, [iteration, number], tf.bool)
+        iteration = tf.numpy_function(begin, [], tf.int64)
+        taken = data.enumerate().filter(
+            lambda number, _: tf.numpy_function(is_taken, [iteration, number], tf.bool)
         )
-        return own.map(lambda _, element: element)
+        return taken.map(lambda _, element: element)
 
     part = tf.data.Dataset.range(1).flat_map(epoch)
     if split.size > 1:
         setattr(part, _PART, True)
     return part, _facts(data, batching_of(data), split)
-
-
-class _TakenElements:
-    """Decides which elements of a pipeline this rank takes; each iteration is an epoch."""
-
-    def __init__(self) -> None:
-        self._queue = Queue()
-        self._iterations = 0
-        # By iteration: the number of the element that this rank takes next.
-        self._next: dict[int, int] = {}
-
-    def begin(self) -> np.int64:
-        """Begin an iteration, and return its number."""
-        self._iterations += 1
-        return np.int64(self._iterations)
-
-    def is_taken(self, iteration: np.int64, number: np.int64) -> np.bool_:
-        """Whether this rank takes an element; fetches the number of the next one when needed."""
-        if int(iteration) not in self._next:
-            self._next[int(iteration)] = self._queue.take(int(iteration))
-        is_next = self._next[int(iteration)] == number
-        if is_next:
-            del self._next[int(iteration)]
-        return np.bool_(is_next)
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, split: Split) -> list[str]:

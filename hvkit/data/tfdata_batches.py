@@ -80,11 +80,7 @@ class Batching:
 
 
 def batching_of(data: tf.data.Dataset) -> Batching | None:
-    """How a pipeline batched its elements; None if they are no batches.
-
-    Raises:
-        ValueError: batches have different sizes, or padded batches are joined with others.
-    """
+    """How a pipeline batched its elements; None if they are no batches."""
     if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(data.element_spec)):
         return None  # elements hold None or datasets, which have no rows
     steps = list(_batch_steps(data))

@@ -107,12 +107,7 @@ def is_array(leaf: object) -> bool:
 
 
 def named_leaves(tree: Any, *, in_variables: bool) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree with their names: ``params/dense/kernel``.
-
-    Args:
-        tree: as from ``tree_of``.
-        in_variables: whether it is of NNX, whose arrays are values of variables.
-    """
+    """The leaves of a tree with their names, ``params/dense/kernel``; NNX's are in variables."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         yield name.removesuffix("/value") if in_variables else name, leaf
@@ -124,10 +119,7 @@ def is_key(leaf: Any) -> bool:
 
 
 def to_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy of an array in host memory; a key becomes the numbers that it is made of.
-
-    Gather a divided array first (``gathered``), which needs all ranks.
-    """
+    """A copy of an undivided array in host memory; a key becomes the numbers it is made of."""
     data = jax.random.key_data(leaf) if is_key(leaf) else leaf
     return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
 
@@ -146,12 +138,9 @@ def local_index(leaf: Any) -> Any:
 
 
 def global_array(leaf: Any, host: np.ndarray[Any, Any], sharding: ShardingOf) -> jax.Array:
-    """An array with these numbers on the devices of all ranks.
+    """An array in place of a leaf, on the devices of all ranks, with numbers as from ``to_host``.
 
-    Args:
-        leaf: the array that it replaces.
-        host: as from ``to_host``, the same on every rank.
-        sharding: of the array.
+    The numbers are the same on every rank.
     """
     # Not device_put, which would compare the numbers of all ranks.
     sharding = replicated if is_key(leaf) else sharding
@@ -174,11 +163,9 @@ def shape_in_host(leaf: Any) -> tuple[int, ...]:
 
 
 def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
-    """An array with these numbers, on the same devices as another one.
+    """An array with numbers as from ``to_host``, on the same devices as a leaf.
 
-    Args:
-        leaf: an array of NumPy or JAX.
-        host: as from ``to_host``, the same on every rank if the array belongs to several.
+    They are the same on every rank if the array belongs to several.
     """
     if not isinstance(leaf, jax.Array):
         return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
@@ -194,9 +181,7 @@ def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
 def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:
     """A tree whose arrays have rank 0's numbers; a collective.
 
-    Args:
-        tree: as from ``tree_of``.
-        sharding: over all ranks' devices; None for this rank's own devices, as they are now.
+    The sharding is over all ranks' devices; with None arrays stay on this rank's, as they are now.
     """
 
     def received(leaf: Any) -> Any:
@@ -211,14 +196,13 @@ def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:
 
 def constrained(tree: Any, sharding: ShardingOf) -> Any:
     """Inside a compiled function: a tree whose arrays have these shardings."""
-    return jax.tree.map(
-        lambda leaf: (
-            jax.lax.with_sharding_constraint(leaf, sharding(leaf.shape))
-            if isinstance(leaf, jax.Array) and not is_key(leaf)
-            else leaf
-        ),
-        tree,
-    )
+
+    def with_sharding(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or is_key(leaf):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, sharding(leaf.shape))
+
+    return jax.tree.map(with_sharding, tree)
 
 
 def gathered(tree: Any) -> Any:
@@ -233,7 +217,6 @@ def gathered(tree: Any) -> Any:
 
 
 def is_replicated(leaf: Any) -> bool:
-    """Whether every rank has all of an array."""
     return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
 
 
@@ -258,11 +241,6 @@ def sharded_updates(transformation: Any, of_weights: ShardingOf, of_state: Shard
     al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, stage 1),
     ``FullyShard`` and meshes the weights as well (stage 3). XLA then makes the mean of gradients a
     reduce-scatter, and it gathers weights where a layer needs them.
-
-    Args:
-        transformation: of Optax.
-        of_weights: the sharding of weights and of their changes.
-        of_state: the sharding of its state.
     """
     import optax
 

@@ -81,11 +81,7 @@ def expect(check_every: int | None, models: Sequence[Any]) -> None:
 
 
 def refuse_other_batches(local: bool) -> None:
-    """Raise if an earlier model needs the other kind of batches: ``batch`` does not know its model.
-
-    Raises:
-        ValueError: an earlier model does the opposite.
-    """
+    """Raise if an earlier model needs the other kind: ``batch`` does not know its model."""
     if _local is not None and _local is not local:
         raise ValueError(
             "in one script, models of JAX train either with hvkit.LocalSGD or hvkit.DiLoCo, where "
@@ -160,20 +156,12 @@ def batch(*arrays: Any) -> Any:
 def as_one(
     arrays: Sequence[NDArray[Any]], structure: str, call: str, model: Any = None
 ) -> tuple[list[jax.Array], list[int]]:
-    """Arrays of all ranks' rows; a collective.
+    """Arrays of all ranks' rows, and the number of rows of each part of the batch; a collective.
 
-    Args:
-        arrays: this rank's, with equally many rows.
-        structure: of the pytree around them, in words that are the same on every rank.
-        call: the user's call.
-        model: trained with them; None if that is not known.
-
-    Returns:
-        The arrays, and the number of rows of each part of the batch, in general each rank's.
-
-    Raises:
-        RanksDisagreeError: the ranks' arrays differ in anything but their number of rows, or two
-            ranks that give the same part have different arrays.
+    This rank's arrays have equally many rows. The structure is that of the pytree around them, in
+    words that are the same on every rank; the model is None if it is not known. RanksDisagreeError
+    if the ranks' arrays differ in anything but their number of rows, or two ranks that give the
+    same part have different arrays.
     """
     counts = _counts(arrays, structure, call)
     for each in _checks:
@@ -193,12 +181,7 @@ def as_one(
 def end(call: str, what: str) -> None:
     """Agree that no rank has another batch; a collective, in place of the next ``as_one``.
 
-    Args:
-        call: as that of ``as_one``.
-        what: for the error: the loop that has ended.
-
-    Raises:
-        RanksDisagreeError: a rank has another batch; there, ``as_one`` raises it, too.
+    If one has, both calls raise RanksDisagreeError, which names the loop that has ended.
     """
     _require_all_or_none(gather(call, what))
 
@@ -206,14 +189,16 @@ def end(call: str, what: str) -> None:
 def _require_all_or_none(by_rank: Sequence[Any]) -> None:
     ended = [rank for rank, entry in enumerate(by_rank) if isinstance(entry, str)]
     if ended and len(ended) < len(by_rank):
-        raise mark_as_shown_by(
-            RanksDisagreeError(
-                f"{by_rank[ended[0]]} has stopped on {ranks_text(ended)} alone, before its last "
-                "batch: in JAX all ranks compute each batch together, so a callback must stop it "
-                "on every rank or none"
-            ),
-            0,
+        raise _disagreement(
+            f"{by_rank[ended[0]]} has stopped on {ranks_text(ended)} alone, before its last "
+            "batch: in JAX all ranks compute each batch together, so a callback must stop it "
+            "on every rank or none"
         )
+
+
+def _disagreement(text: str) -> Exception:
+    """An error that every rank raises, and rank 0 prints."""
+    return mark_as_shown_by(RanksDisagreeError(text), 0)
 
 
 def are_in_parts(counts: Sequence[int]) -> bool:
@@ -222,12 +207,7 @@ def are_in_parts(counts: Sequence[int]) -> bool:
 
 
 def rows_of(leaf: Any) -> NDArray[Any]:
-    """A leaf of this rank's batch in host memory, with JAX's dtype.
-
-    Raises:
-        TypeError: it is no array of numbers.
-        ValueError: it has no rows.
-    """
+    """A leaf of this rank's batch in host memory, with JAX's dtype."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"hvkit.batch got an array of shape {leaf.shape} that belongs to all ranks already, "
@@ -259,11 +239,7 @@ def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
 
 
 def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[int]:
-    """The number of rows of each part of the batch; a collective.
-
-    Raises:
-        RanksDisagreeError: as ``as_one``.
-    """
+    """The number of rows of each part of the batch; a collective."""
     global _batches
     n = _batches
     _batches += 1
@@ -280,25 +256,18 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     if len({checksum for _, checksum, _ in by_rank}) > 1:
         texts = gather(call, layout)
         other = next(rank for rank, text in enumerate(texts) if text != texts[0])
-        raise mark_as_shown_by(
-            RanksDisagreeError(
-                f"rank {other} passes a batch of arrays of {texts[other]}, rank 0 of {texts[0]}: "
-                "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
-            ),
-            0,
+        raise _disagreement(
+            f"rank {other} passes a batch of arrays of {texts[other]}, rank 0 of {texts[0]}: "
+            "pass arrays of the same dtypes, and the same shapes behind the rows, on every rank"
         )
     # Of each part, the first rank that gives it.
     first = [part_of.index(part) for part in range(max(part_of) + 1)]
     for rank, part in enumerate(part_of):
         if by_rank[rank] != by_rank[first[part]]:
-            raise mark_as_shown_by(
-                RanksDisagreeError(
-                    f"ranks {first[part]} and {rank} pass different batches, but stand along the "
-                    "axis tensor of one mesh, whose ranks compute with the same: give both the "
-                    "same part of the data, hvkit.shard(data, mesh=mesh), and shuffle it with the "
-                    "same seed"
-                ),
-                0,
+            raise _disagreement(
+                f"ranks {first[part]} and {rank} pass different batches, but stand along the axis "
+                "tensor of one mesh, whose ranks compute with the same: give both the same part of "
+                "the data, hvkit.shard(data, mesh=mesh), and shuffle it with the same seed"
             )
     if n == 0 < max(part_of) and len({by_rank[rank][2] for rank in first}) == 1:
         warn_once(
@@ -318,12 +287,9 @@ def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class WeightChecks:
-    """Decides with which batches the ranks compare the weights of some models.
+    """Compares the weights of models of NNX or Keras before every so many batches.
 
-    Args:
-        every: each so many batches, and before the first; None for before the first and after 1, 2,
-            4, 8, ...
-        models: of NNX or Keras.
+    With None, before the first batch and after 1, 2, 4, 8, ...
     """
 
     def __init__(self, every: int | None, models: Sequence[Any]) -> None:
@@ -333,7 +299,6 @@ class WeightChecks:
         self._batches = 0
 
     def are_of(self, model: Any) -> bool:
-        """Whether this model's weights are compared."""
         return any(reference() is model for reference in self._models)
 
     def next_batch(self, call: str) -> None:
@@ -362,14 +327,8 @@ def require_same_weights(
 ) -> None:
     """Raise on every rank unless all hold the same weights of some models; a collective.
 
-    Args:
-        call: the user's.
-        models: of NNX or Keras; None for one that this rank has no more.
-        changed: which of them may differ, on any rank; all by default.
-        fix: for errors; by default the one for weights of any framework.
-
-    Raises:
-        RanksDisagreeError: names the first weight that differs.
+    A model of NNX or Keras is None if this rank has it no more. ``changed`` says which of them may
+    differ, on any rank: all by default.
     """
     named = [_named_weights(model) for model in models]
     # Ranks may collect garbage at different times, and one may have another array.
@@ -384,24 +343,21 @@ def require_same_weights(
             continue
         if any(are_divided) and not all(flags):  # no other rank has the same part
             of = ranks_text([rank for rank, has_changed in enumerate(flags) if has_changed])
-            raise mark_as_shown_by(
-                RanksDisagreeError(
-                    f"{of} alone changed weights of {type(model).__name__}, of which each rank "
-                    "holds a part: load or change weights before hvkit.distribute, on every rank, "
-                    "or with hvkit.Checkpoint"
-                ),
-                0,
+            raise _disagreement(
+                f"{of} alone changed weights of {type(model).__name__}, of which each rank holds a "
+                "part: load or change weights before hvkit.distribute, on every rank, or with "
+                "hvkit.Checkpoint"
             )
         compared += [each for each in weights if is_array(each[1])]
     if not compared:
         return
-    for whole in (True, False) if any(are_divided) else (True,):
-        leaves = [each for each in compared if is_replicated(each[1]) is whole]
+    for full in (True, False) if any(are_divided) else (True,):
+        leaves = [each for each in compared if is_replicated(each[1]) is full]
         require_same(
             call,
             [Compared(name, fix=fix) for name, _ in leaves],
             [fingerprint(local_data(leaf)) for _, leaf in leaves],
-            part=repr([local_index(leaf) for _, leaf in leaves]) if not whole else "",
+            part="" if full else repr([local_index(leaf) for _, leaf in leaves]),
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import jax
@@ -43,10 +43,7 @@ def variables_of(module: Any) -> dict[str, Any]:
 class NnxWeights:
     """Implements ``hvkit.sync.local_weights.Weights``, with vectors of NumPy.
 
-    Args:
-        variables: the weights with their names, in the same order on every rank.
-        statistics: of normalisation layers, averaged with the weights.
-        group: the ranks that agree on them.
+    The variables have the same names and order on every rank; statistics are averaged with them.
     """
 
     step_call = "optimizer.update()"
@@ -70,9 +67,9 @@ class NnxWeights:
     def __contains__(self, weight: Any) -> bool:
         return id(weight) in self._number
 
-    def number(self, variable: Any) -> int | None:
-        """The number of a weight; None for a variable that is none."""
-        return self._number.get(id(variable))
+    def numbers(self, variables: Iterable[Any]) -> set[int]:
+        """The numbers of those variables that are weights."""
+        return {self._number[id(v)] for v in variables if v in self}
 
     def label(self, i: int) -> str:
         return f"parameter {self._names[i]}"
@@ -197,23 +194,24 @@ class NnxRounds(RoundKeeper):
             optimizer.forget_steps()  # a checkpoint has set the optimizer's own count
         super().start_over()
 
+    def next_batch(self) -> None:
+        """Count the steps since the last batch, and begin with the next one; a collective."""
+        if not self.shown:
+            for optimizer in self._counted():
+                optimizer.next_batch()
+
     def _count_steps(self) -> None:
         for optimizer in self._counted():
             optimizer.count_steps()
 
     def _counted(self) -> list[CountedOptimizer]:
-        return [each for each in self._optimizers if isinstance(each, CountedOptimizer)]
+        return cast(list[CountedOptimizer], self._optimizers)
 
 
 class CountedOptimizer:
-    """An ``nnx.Optimizer``, whose steps are counted where the script takes the next batch.
+    """Implements ``hvkit.sync.local_weights.HookedOptimizer`` for an ``nnx.Optimizer``.
 
-    Implements ``hvkit.sync.local_weights.HookedOptimizer``.
-
-    Args:
-        optimizer: it has a variable ``step``.
-        model: updated by the optimizer.
-        weights: of the model.
+    Its steps are counted where the script takes the next batch.
     """
 
     def __init__(self, optimizer: Any, model: Any, weights: NnxWeights) -> None:
@@ -227,7 +225,7 @@ class CountedOptimizer:
         updated = jax.tree.leaves(
             nnx.state(model, optimizer.wrt), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
         )
-        self._held = {i for v in updated if (i := weights.number(v)) is not None}
+        self._updates = weights.numbers(updated)
         self._before: Callable[[], None] = lambda: None
         self._after: Callable[[], None] = lambda: None
 
@@ -235,17 +233,13 @@ class CountedOptimizer:
         self._before, self._after = before, after
 
     def next_batch(self) -> None:
-        """Count the steps since the last batch, and begin with the next one; a collective."""
-        self.count_steps()
-        self._begun = True
-        self._before()
+        if self._optimizer() is not None:
+            self.count_steps()
+            self._begun = True
+            self._before()
 
     def count_steps(self) -> None:
-        """End each step that was taken since this was last called; a collective.
-
-        Raises:
-            ValueError: it was taken without ``hvkit.batch``.
-        """
+        """End each step that was taken since this was last called; a collective."""
         if (optimizer := self._optimizer()) is None:
             return
         now = int(optimizer.step.get_value())
@@ -265,7 +259,7 @@ class CountedOptimizer:
             self._seen = int(optimizer.step.get_value())
 
     def updates(self) -> set[int]:
-        return set() if self._optimizer() is None else self._held
+        return set() if self._optimizer() is None else self._updates
 
     def trained(self) -> set[int]:
         return self.updates()
@@ -277,9 +271,8 @@ class CountedOptimizer:
         """Nothing to compare: a step changes what the optimizer was made for."""
 
 
-# A keeper lives as long as its model, a counter of steps as long as its optimizer.
+# A keeper lives as long as its model.
 _keepers: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
-_counted: WeakKeyDictionary[Any, tuple[CountedOptimizer, ref[NnxRounds]]] = WeakKeyDictionary()
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
@@ -290,17 +283,14 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     of_model = NnxWeights(weights, statistics, all_ranks())
     name = all_ranks().numbered("hvkit.jax")
     keeper = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
-    counted = CountedOptimizer(optimizer, model, of_model)
-    keeper.watch(counted, lambda: False)
+    keeper.watch(CountedOptimizer(optimizer, model, of_model), lambda: False)
     _keepers[model] = keeper
     if next_batch not in batches.before_local_batch:
         batches.before_local_batch.append(next_batch)
-    _counted[optimizer] = counted, ref(keeper)
     return keeper
 
 
 def next_batch() -> None:
     """Before a step of models with local weights: end rounds; a collective."""
-    for counted, reference in list(_counted.values()):
-        if (keeper := reference()) is not None and not keeper.shown:
-            counted.next_batch()
+    for keeper in list(_keepers.values()):
+        keeper.next_batch()

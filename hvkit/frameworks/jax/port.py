@@ -43,15 +43,9 @@ from hvkit.sync.port import Keeper, Options, Record
 class JaxPort:
     """Implements ``hvkit.sync.port.Port``.
 
-    Args:
-        models: one model, or with NNX a list of them.
-        optimizers: one ``nnx.Optimizer`` or a list of them; else a transformation of Optax, or the
-            state of one.
-        options: as passed to ``distribute``.
-
-    Attributes:
-        model: as passed; a new pytree after ``synchronise`` unless it is of NNX.
-        optimizer: the same.
+    The model may be a list with NNX. The optimizer is an ``nnx.Optimizer`` or a list of them, a
+    transformation of Optax, or the state of one. Both are new pytrees after ``synchronise``, unless
+    they are of NNX.
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
@@ -78,7 +72,6 @@ class JaxPort:
         return isinstance(self._options.strategy, Rounds)
 
     def _refuse_for_local_weights(self) -> None:
-        """Raise if ranks cannot train local weights of these classes."""
         strategy = self._options.strategy
         if not is_nnx(self.model) or not is_nnx(self.optimizer):
             raise TypeError(
@@ -88,7 +81,6 @@ class JaxPort:
             )
 
     def _refuse_model_and_optimizer(self) -> None:
-        """Raise if the model and the optimizer do not go together, or were passed before."""
         for role, thing in (("model", self.model), ("optimizer", self.optimizer)):
             for each in _each(thing):
                 if is_global(each):
@@ -177,8 +169,6 @@ class JaxPort:
         ], None
 
     def _divide_updates(self) -> None:
-        """Let each update leave its results divided."""
-
         def of(transformation: Any) -> Any:
             return sharded_updates(transformation, self._of_weights, self._of_state)
 

@@ -36,11 +36,6 @@ _ranks: rank_mesh.Mesh | None = None
 
 
 def refuse_other_mesh(mesh: rank_mesh.Mesh) -> None:
-    """Raise if the ranks are in another mesh already.
-
-    Raises:
-        ValueError: with both meshes.
-    """
     if _ranks not in (None, mesh):
         raise ValueError(
             "in one script, all models of JAX have the same mesh, because hvkit.batch makes one "
@@ -87,14 +82,11 @@ def sharded_by_rows() -> NamedSharding:
 
 
 def sharded(*cuts: tuple[str, ...]) -> ShardingOf:
-    """The sharding of arrays that devices divide, each cut by another dimension.
+    """The sharding of arrays that devices divide, by each cut along other axes of the mesh.
 
     A cut takes the longest dimension that it divides evenly. If each of these has a cut already, it
     takes one of them all the same. An array without such a dimension is whole along these axes.
     Ranks of the axis tensor divide only arrays of two dimensions or more.
-
-    Args:
-        *cuts: the axes of the mesh that divide a dimension.
     """
     return partial(_sharded, cuts) if cuts else replicated
 
@@ -123,10 +115,11 @@ def _heads(shape: tuple[int, ...]) -> int | None:
 
     Flax and Keras give such a kernel the shape (width, heads, width of a head), or the reverse.
     """
-    if len(shape) == 3 and shape[0] == shape[1] * shape[2]:
-        return 1
-    if len(shape) == 3 and shape[2] == shape[0] * shape[1]:
-        return 0
+    match shape:
+        case (width, heads, of_head) if width == heads * of_head:
+            return 1
+        case (heads, of_head, width) if width == heads * of_head:
+            return 0
     return None
 
 
