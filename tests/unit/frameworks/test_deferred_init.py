@@ -203,11 +203,13 @@ def test_a_model_and_later_random_numbers_are_as_without_the_block(name):
     assert_as_without_the_block(made(MODELS[name]), MODELS[name])
 
 
-def test_nothing_is_allocated_in_the_block():
+def test_parameters_have_shapes_and_no_memory():
     with hvkit.deferred_init():
-        model = nn.Linear(1 << 20, 1 << 20)  # 4 TiB
+        model = nn.Linear(30, 20)
+        huge = torch.zeros(1 << 20, 1 << 20)  # 4 TiB
     assert all(p.is_meta for p in model.parameters())
-    assert model.weight.shape == (1 << 20, 1 << 20)
+    assert model.weight.shape == (20, 30)
+    assert huge.shape == (1 << 20, 1 << 20)
 
 
 def test_shapes_pass_through_a_model_that_is_not_made():
@@ -354,13 +356,13 @@ def test_a_rank_takes_another_ranks_weights_and_keeps_its_own_random_numbers():
     plain = build(10)
     state = recording_of(deferred(partial(build, 10), seed=1)).random_state
     assert state.dtype == torch.uint8
-    assert len(state) == 2
+    assert len(state) == 4
     model = deferred(partial(build, 20), seed=2)
     recording_of(model).start_from(state)
     recording_of(model).make_all()
     assert facts(model) == facts(plain)
     own = torch.rand(3)
-    torch.manual_seed(2)
+    build(20)
     assert torch.equal(torch.rand(3), own)
 
 
@@ -388,11 +390,12 @@ class Late(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(1024, 2048) for _ in range(16))  # 8 MiB each
         self.apply(lambda m: nn.init.normal_(m.weight) if hasattr(m, "weight") else None)
 
+recording_of(nn.Linear(2, 2))
 with deferred_init():
     nn.Linear(2, 2)
-    model = Late()
-recording_of(nn.Linear(2, 2))
 begin = peak()
+with deferred_init():
+    model = Late()
 recording_of(model).make([model.layers[7].weight])
 print(peak() - begin)
 recording_of(model).make_all()
@@ -402,13 +405,13 @@ print(peak() - begin)
 
 @MORE
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
-def test_memory_is_that_of_what_is_wanted_and_one_more_tensor():
+def test_memory_is_that_of_what_is_wanted_and_of_one_tensor_in_the_block():
     # Else the C library learns to keep freed tensors, at sizes that differ from run to run.
     environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     command = [sys.executable, "-c", MEMORY]
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     part, whole = map(float, printed.stdout.split())
-    assert 8 < part < 24, part  # MiB
+    assert part < 16, part  # MiB
     assert whole > 120
 
 

@@ -121,5 +121,5 @@ def test_a_large_tensor_that_changes_before_the_model_is_made_is_refused():
 
 def test_a_random_state_of_another_model_is_refused():
     recording = recording_of(deferred(lambda: nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"random state of shape \(2, \d+\).*needs \(1, \d+\)"):
-        recording.start_from(torch.stack([torch.get_rng_state()] * 2))
+    with pytest.raises(ValueError, match=r"random states of shape \(3, \d+\).*needs \(2, \d+\)"):
+        recording.start_from(torch.stack([torch.get_rng_state()] * 3))

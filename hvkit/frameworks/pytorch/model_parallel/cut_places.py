@@ -51,12 +51,7 @@ _OF_BATCH = "_hvkit_of_batch"
 
 @dataclass(frozen=True)
 class ModuleOutput:
-    """A tensor that a module returns.
-
-    Attributes:
-        module: its name; it is called once.
-        number: of the tensor, among those that the module returns.
-    """
+    """One of the tensors that a module, which is called once, returns."""
 
     module: str
     number: int
@@ -64,18 +59,13 @@ class ModuleOutput:
 
 @dataclass(frozen=True)
 class ModuleCut(CutPoint):
-    """A module after whose call the model can be cut; times count operations.
+    """A module after whose call the model can be cut; times count operations."""
 
-    Attributes:
-        flops: of forward up to the cut.
-        structure: the module's output, with a ``Slot`` in place of each tensor.
-        skips: outputs of earlier modules that later stages use, too, as by skip connections.
-        aliases: for each tensor of the output, its number in ``skips``; None if it is not there.
-    """
-
-    flops: int
-    structure: Any
+    flops: int  # of forward up to the cut
+    structure: Any  # the module's output, with a ``Slot`` in place of each tensor
+    # Outputs of earlier modules that later stages use, too, as by skip connections.
     skips: tuple[ModuleOutput, ...] = ()
+    # For each tensor of the output, its number in ``skips``; None if it is not there.
     aliases: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
@@ -85,13 +75,7 @@ class ModuleCut(CutPoint):
 
 @dataclass(frozen=True)
 class ShapeOnly:
-    """A module that later stages need not run: the shapes of its output are enough.
-
-    Attributes:
-        module: its name.
-        begun, ended: when its call began and ended.
-        shapes: of its output.
-    """
+    """A module that later stages need not run: the shapes of its output are enough."""
 
     module: str
     begun: int
@@ -105,31 +89,19 @@ class ShapeOnly:
 
 @dataclass
 class _Call:
-    """A call of a module that has ended.
-
-    Attributes:
-        earlier: how many calls had ended when it began.
-        time: when it ended.
-        flops: of forward up to there.
-        tensors: that it returned.
-        requires_grad: whether each of these required a gradient at that time.
-        arguments: of the call.
-        has_side_effects: whether it has changed more than its output.
-        side_outputs: tensors that the forward has kept so far, and stages pass on.
-        side_tensors: those of them that are in no list.
-    """
+    """A call of a module that has ended."""
 
     module: str
-    earlier: int
+    earlier: int  # how many calls had ended when it began
     time: int
-    flops: int
+    flops: int  # of forward up to its end
     tensors: list[torch.Tensor]
     structure: Any
     requires_grad: list[bool]
     arguments: list[Any]
-    has_side_effects: bool
-    side_outputs: list[torch.Tensor]
-    side_tensors: list[torch.Tensor]
+    has_side_effects: bool  # whether it has changed more than its output
+    side_outputs: list[torch.Tensor]  # that the forward has kept so far, and stages pass on
+    side_tensors: list[torch.Tensor]  # those of them that are in no list
 
     @property
     def is_inside_a_function(self) -> bool:
@@ -138,17 +110,7 @@ class _Call:
 
 
 class ForwardTrace(EachOperation):
-    """Notes when tensors that depend on parameters are made and used, and when modules are called.
-
-    Attributes:
-        time: how many operations have run.
-        uses: by parameter, when it was used.
-        writes: by buffer, when it was changed last.
-        value_reads: when the forward has read a value that depends on weights.
-        value_readers: the modules in whose own code it has.
-        read_error: PyTorch's error at the first of these.
-        begun: by module, when its first call began.
-    """
+    """Notes when tensors that depend on parameters are made and used: after how many operations."""
 
     def __init__(
         self,
@@ -163,10 +125,14 @@ class ForwardTrace(EachOperation):
         self._buffer_at = {storage_of(b): name for name, b in buffers.items()}
         self.time = 0
         self.uses: dict[torch.Tensor, list[int]] = {}
+        # By buffer, when it was changed last.
         self.writes: dict[str, int] = {}
+        # When the forward has read values that depend on weights, in which modules' own code, and
+        # PyTorch's error at the first of these.
         self.value_reads: list[int] = []
         self.value_readers: dict[str, None] = {}
         self.read_error: Exception | None = None
+        # By module, when its first call began.
         self.begun: dict[str, int] = {}
         # When a tensor was used and made; the tensor itself, so that no other one gets its id.
         self._tensor_uses: list[tuple[int, int, torch.Tensor]] = []
@@ -237,7 +203,6 @@ class ForwardTrace(EachOperation):
             self._filled[number] = self.time, t
 
     def note_arguments(self, tree: Any) -> None:
-        """Note the arguments of the forward."""
         for t in tensors_in(tree):
             setattr(t, _OF_BATCH, True)
 
@@ -335,10 +300,7 @@ class ForwardTrace(EachOperation):
         """Where the model can be cut.
 
         All that is used later and depends on a parameter must be an output of a module, follow from
-        such by a few operations, or be a side output.
-
-        Args:
-            side_outputs: that the forward keeps for the script.
+        such by a few operations, or be a side output that the forward keeps for the script.
         """
         found: list[ModuleCut] = []
         once = [each for each in self._calls if self._count[each.module] == 1]

@@ -8,7 +8,6 @@ maintains, on PyTorch's dispatch modes.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,10 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.init_recording import (
     Call,
     InitRecording,
     ScriptTensor,
-    Seeding,
     View,
-    digest,
-    previous,
     set_tag,
     tag_of,
 )
@@ -48,25 +44,23 @@ _ATTRIBUTES: dict[Any, Any] = {
 }
 _READS_VALUES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 _COPIED_BYTES = 1 << 20
-_blocks = 0
 _in_block = False
 
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
     """The block of ``hvkit.deferred_init``."""
-    global _blocks, _in_block
+    global _in_block
     if _in_block:  # a part of the model defers itself
         yield
         return
-    start = torch.get_rng_state()
-    recorder = _Recorder(InitRecording(_blocks, previous(start) or start), start)
-    _blocks += 1
+    start, recording = torch.get_rng_state(), InitRecording()
+    recorder = _Recorder(recording)
     _in_block = True
     try:
         with recorder, _LooksReal(recorder), _recorded_whole(recorder):
             yield
-        recorder.finish()
+        recording.finish()
     except BaseException:
         torch.set_rng_state(start)
         raise
@@ -77,14 +71,10 @@ def deferred_init() -> Iterator[None]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs calls on the meta device and records them."""
 
-    def __init__(self, recording: InitRecording, start: torch.Tensor) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
         self._storages = 0
-        self._random = _RandomState(recording, start)
-
-    def finish(self) -> None:
-        self._recording.finish(self._random.finish())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -125,17 +115,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a Python function that fills a deferred tensor with random numbers."""
         with torch._C.DisableTorchFunction():
             view = View.of(target, self._storage_of(target))
-            overwrites = {} if (size := _whole_storage(target)) is None else {view.storage: size}
-        reads = frozenset({view.storage} - overwrites.keys())
-        writes = frozenset({view.storage})
-        self._note(Call(func, (view, *args), kwargs, [view], reads, writes, overwrites, True))
-
-    def _note(self, call: Call) -> None:
-        if call.random:
-            self._random.note_what_script_set()
-        self._recording.events.append(call)
-        if call.random:
-            self._random.note_draw()
+            fills, reads = _filled(target, [view])
+        writes, state = frozenset(fills), torch.get_rng_state()
+        self._recording.add(Call(func, (view, *args), kwargs, [view], reads, writes, fills, state))
 
     def _record(
         self,
@@ -152,7 +134,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if makes or kwargs.get("device") is not None:
             named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
         views = [each for each in tree_leaves((arguments, named)) if isinstance(each, View)]
-        overwrites = _overwritten(func, args, views)
+        fills, reads = dict[int, int](), frozenset(view.storage for view in views)
+        if func.overloadpacket in _FILLS:
+            fills, reads = _filled(args[0], views)
         try:
             result = func(*on_meta, **named_on_meta)
         except (NotImplementedError, RuntimeError) as error:
@@ -175,9 +159,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = frozenset([*new, *(self._storage_of(t) for t in written)])
         if not writes:
             return result  # a view
-        reads = frozenset({view.storage for view in views} - overwrites.keys())
         outputs = [View.of(t, self._storage_of(t)) for t in returned]
-        self._note(Call(func, arguments, named, outputs, reads, writes, overwrites, random))
+        state = torch.get_rng_state() if random else None
+        self._recording.add(Call(func, arguments, named, outputs, reads, writes, fills, state))
         return result
 
     def _argument(self, tensor: torch.Tensor) -> View | ScriptTensor:
@@ -210,54 +194,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 new.append(self._storages)
                 self._storages += 1
         return new
-
-
-class _RandomState:
-    """Notices when the script sets the state of PyTorch's generator.
-
-    Calls on the meta device draw no numbers. The state would not change in the block, and a reset
-    to the state at its start could not be seen. So each recorded draw sets a state that no script
-    would set. Any other state comes from the script, and an earlier one of ours from
-    ``torch.random.fork_rng`` or the like.
-    """
-
-    def __init__(self, recording: InitRecording, start: torch.Tensor) -> None:
-        self._recording, self._start = recording, start
-        self._draws = 0
-        self._draws_at: dict[bytes, int] = {}
-        self._mark = self._set_mark()
-
-    def note_what_script_set(self) -> None:
-        state = torch.get_rng_state()
-        found = digest(state)
-        if found == self._mark:
-            return
-        draws = self._draws_at.get(found)
-        if draws is None:
-            self._recording.seeds.append(state)
-        self._recording.events.append(Seeding(draws, len(self._recording.seeds)))
-        self._mark = found
-
-    def note_draw(self) -> None:
-        self._draws += 1
-        self._mark = self._set_mark()
-
-    def finish(self) -> bytes | None:
-        """The digest of the state after the block; None if it is that of its start."""
-        self.note_what_script_set()
-        if not self._draws and not self._recording.seeds:
-            torch.set_rng_state(self._start)
-            return None
-        return self._set_mark()
-
-    def _set_mark(self) -> bytes:
-        # The same in each run of the script, and on ranks with the same seed.
-        text = f"{self._recording.number} {self._draws} ".encode() + self._start.numpy().tobytes()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
-        torch.default_generator.manual_seed(seed)
-        mark = digest(torch.get_rng_state())
-        self._draws_at[mark] = self._draws
-        return mark
 
 
 class _LooksReal(TorchFunctionMode):
@@ -308,12 +244,7 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
 
 
 class PendingLoad:
-    """Keeps the state dicts that a script loads into a deferred model until it is divided.
-
-    Args:
-        model: built under ``hvkit.deferred_init``.
-        optimizers: of it.
-    """
+    """Keeps the state dicts that a script loads into a deferred model until it is divided."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._state: dict[str, Any] = {}
@@ -342,7 +273,6 @@ class PendingLoad:
         return {**state, "state": {}}
 
     def load(self) -> None:
-        """Load them now."""
         for hook in self._hooks:
             hook.remove()
         del vars(self._model)["load_state_dict"]
@@ -392,20 +322,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     return tensors_in([values.get(name) for name, changed in _arguments(func).items() if changed])
 
 
-def _overwritten(func: Any, args: tuple[Any, ...], views: list[View]) -> dict[int, int]:
-    """The storage that a call overwrites without reading it, with its bytes."""
-    if func.overloadpacket not in _FILLS:
-        return {}
-    size, filled = _whole_storage(args[0]), views[0].storage
-    read = any(other.storage == filled for other in views[1:])
-    return {} if size is None or read else {filled: size}
+def _filled(target: torch.Tensor, views: list[View]) -> tuple[dict[int, int], frozenset[int]]:
+    """The storage that a call fills, with its bytes, and those that it reads.
 
-
-def _whole_storage(tensor: torch.Tensor) -> int | None:
-    """The bytes of a tensor's storage; None if the tensor covers a part of it."""
-    size = tensor.untyped_storage().nbytes()
-    whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size
-    return size if whole else None
+    The first view is the target. The rest of a storage that it fills in part must be made before.
+    """
+    size, filled = target.untyped_storage().nbytes(), views[0].storage
+    reads = frozenset(view.storage for view in views[1:])
+    if not target.is_contiguous() or target.numel() * target.element_size() != size:
+        reads |= {filled}
+    return {filled: size}, reads
 
 
 def _lists_deferred(args: tuple[Any, ...]) -> bool:

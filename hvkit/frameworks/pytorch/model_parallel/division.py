@@ -44,13 +44,7 @@ from hvkit.wording import shortened
 
 @dataclass(frozen=True)
 class ModelDivision:
-    """How ranks divide a model; the same on every rank.
-
-    Attributes:
-        found: the result of the dry run.
-        plan: of layers along the tensor axis.
-        stages: along the pipeline axis.
-    """
+    """How ranks divide a model; the same on every rank."""
 
     found: DryRun
     plan: TensorPlan
@@ -66,16 +60,7 @@ def decide(
     kwargs: Any,
     same_batch: TorchChannel,
 ) -> ModelDivision:
-    """Decide how to divide a model; a collective.
-
-    Args:
-        first: the first micro-batch of the first batch.
-        args, kwargs: of the call with the whole batch.
-        same_batch: the ranks that compute on the same batch.
-
-    Raises:
-        ValueError: it cannot be divided; says why.
-    """
+    """Decide how to divide a model; a collective of the ranks that compute on the same batch."""
 
     def look(passed_on: Sequence[OutputPath] = ()) -> DryRun:
         found = _dry_run(model, device, first, args, kwargs, passed_on)
@@ -136,20 +121,13 @@ def _dry_run(
     kwargs: Any,
     passed_on: Sequence[OutputPath],
 ) -> DryRun:
-    """Run the model's forward without weights, for the first micro-batch.
-
-    Raises:
-        ValueError: the model takes the whole batch, but no micro-batch.
-    """
     samples = samples_in(args, kwargs)
     try:
         return dry_run(model, first.args, first.kwargs, device, passed_on)
     except Exception as error:  # of any type: the model's
         if first.samples == samples:
             raise
-        dry_run(
-            model, args, kwargs, device, passed_on
-        )  # an error of the whole batch, too, is raised
+        dry_run(model, args, kwargs, device, passed_on)  # it may raise for the full batch, too
         raise ValueError(
             f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
             f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
@@ -232,11 +210,7 @@ def _other_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> TensorPlan:
-    """The layers that ranks of the tensor axis divide, both in training and in evaluation.
-
-    Raises:
-        ValueError: the forward uses layers of ``plan=`` differently in evaluation.
-    """
+    """The layers that ranks of the tensor axis divide, both in training and in evaluation."""
     left: frozenset[str] = frozenset()
     while True:
         find = functools.partial(
@@ -320,10 +294,7 @@ def _iterates(model: nn.Module) -> bool:
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
-    """Adapt a dry run to divided layers: no cuts between a column and its row layer, less memory.
-
-    Ranks have parts of the activations there.
-    """
+    """Adapt a dry run to divided layers: no cuts inside pairs, where tensors are divided."""
     # A layer without a call of its own computes in the call of its parent.
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
@@ -360,8 +331,7 @@ def _divided_when(
 ) -> Callable[[SavedActivation], bool]:
     """A function that says whether ranks have parts of a tensor that autograd keeps.
 
-    Args:
-        inside: for each pair, when the calls of its column and of its row layer begin.
+    ``inside`` has for each pair when the calls of its column and of its row layer begin.
     """
     # A model that is a single layer calls no other.
     calls = sorted((time, name) for name, time in found.calls.items()) or [(0, "")]
@@ -391,11 +361,7 @@ def _divided_when(
 
 
 def require_one_stage_for_each(model: nn.Module, stages: ModuleStages) -> None:
-    """Raise if several stages would round the same weights differently.
-
-    Raises:
-        ValueError: names the parameter.
-    """
+    """Raise if several stages would round the same weights differently."""
     for name, _ in model.named_parameters():
         if len(stages.holders(name)) > 1:
             raise ValueError(

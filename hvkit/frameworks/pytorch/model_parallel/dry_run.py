@@ -7,7 +7,6 @@ may read its values. Nothing is traced or exported.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,13 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 
 @dataclass(frozen=True)
 class SavedActivation:
-    """A tensor that autograd saves for backward.
-
-    Attributes:
-        time: when an operation saved it.
-        storage: the number of its memory, which several operations may save.
-        nbytes: of this memory.
-    """
+    """Memory that autograd saves for backward at this time, perhaps not for the first time."""
 
     time: int
     storage: int
@@ -52,37 +45,22 @@ class SavedActivation:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The findings of a dry run; times count operations.
-
-    Attributes:
-        places: where the model can be cut, in the order of forward.
-        shape_only: modules that later stages need not run; the shapes of their output are enough.
-        uses: by parameter, when it is used.
-        calls: by module, when its first call began.
-        writes: by buffer that is changed in place, when it is changed last.
-        saved: tensors that autograd saves for backward, without parameters.
-        flops: of the whole forward.
-        nbytes: of its result.
-        side_outputs: where the forward keeps results, apart from what it returns.
-        floats: where it keeps Python floats.
-        reading: those of ``shape_only`` that read values which depend on weights.
-        value_readers: all modules that do so in their own code.
-        read_error: PyTorch's error where the forward first reads one; None if it does not.
-    """
+    """The findings of a dry run; times count operations."""
 
     places: tuple[ModuleCut, ...]
+    # Modules that later stages need not run; the shapes of their output are enough.
     shape_only: tuple[str, ...]
-    uses: Mapping[str, tuple[int, ...]]
-    calls: Mapping[str, int]
-    writes: Mapping[str, int]
-    saved: tuple[SavedActivation, ...]
+    uses: Mapping[str, tuple[int, ...]]  # by parameter
+    calls: Mapping[str, int]  # by module, when its first call began
+    writes: Mapping[str, int]  # by buffer that is changed in place, when it is changed last
+    saved: tuple[SavedActivation, ...]  # without parameters
     flops: int
-    nbytes: int
+    nbytes: int  # of the result
     side_outputs: tuple[OutputPath, ...] = ()
-    floats: tuple[str, ...] = ()
-    reading: tuple[str, ...] = ()
-    value_readers: tuple[str, ...] = ()
-    read_error: Exception | None = None
+    floats: tuple[str, ...] = ()  # where the forward keeps Python floats
+    reading: tuple[str, ...] = ()  # those of shape_only that read values which depend on weights
+    value_readers: tuple[str, ...] = ()  # all modules that do so in their own code
+    read_error: Exception | None = None  # PyTorch's, where the forward first reads one
 
 
 def dry_run(
@@ -92,16 +70,7 @@ def dry_run(
     device: torch.device,
     passed_on: Sequence[OutputPath] = (),
 ) -> DryRun:
-    """Run the model's forward without its weights.
-
-    Random generators, buffers and gradients stay as they are.
-
-    Args:
-        passed_on: where the forward keeps side outputs that stages pass on.
-
-    Raises:
-        ValueError: the forward reads a value that depends on weights.
-    """
+    """Run the forward without weights; random generators, buffers and gradients do not change."""
     trace, found = _traced(model, args, kwargs, device, passed_on, 1)
     if not trace.value_reads:
         return found
@@ -182,12 +151,7 @@ def _traced(
 
 
 class _Saved:
-    """Notes what autograd saves for backward.
-
-    Args:
-        trace: has the time.
-        parameters: these, and views of them, do not count: they are in memory anyway.
-    """
+    """Notes what autograd saves for backward, without parameters: they are in memory anyway."""
 
     def __init__(self, trace: ForwardTrace, parameters: Iterable[nn.Parameter]) -> None:
         self._trace = trace
@@ -213,28 +177,22 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
     """Lets attention save what the kernels of a device save: on meta, PyTorch takes its slow path.
 
     The slow path saves the products of all queries and keys. The next operation saves the result
-    of attention, in the same memory as the kernel.
+    of attention, in the same memory as the kernel. A TorchFunctionMode would not see the attention
+    inside of ``multi_head_attention_forward``.
     """
     module: Any = functional
     original = module.scaled_dot_product_attention
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        run = functools.partial(original, query, key, value, attn_mask, dropout_p, *args, **kwargs)
-        if dropout_p and device.type == "cpu":  # it has the slow path only
-            return cast(torch.Tensor, run())
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("dropout_p") and device.type == "cpu":  # it has the slow path only
+            return cast(torch.Tensor, original(*args, **kwargs))
         # PyTorch calls only the innermost hooks.
         with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-            out = cast(torch.Tensor, run())
-        for t in (query, key, value) if out.requires_grad else ():
-            saved.note(t)
+            out = cast(torch.Tensor, original(*args, **kwargs))
+        for name in names[:3] if out.requires_grad else ():
+            saved.note(named[name])
         return out
 
     module.scaled_dot_product_attention = attention

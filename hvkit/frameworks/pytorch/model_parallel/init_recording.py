@@ -1,21 +1,20 @@
 """Records the calls that initialise a deferred model, and replays those that a rank needs.
 
 A recording is a list of calls of PyTorch's operators. A tensor in it is a view of a numbered
-storage, so that names, tied parameters and ``parameter.data = ...`` need no care. To make some
-tensors, two kinds of calls run: those that lead to them, and all that draw random numbers, so that
-each draws the numbers of one process. A storage is freed after the last call that needs its
-content. ``weight.normal_()`` needs nothing of the former content, so a parameter of another rank
-exists only while its random numbers are drawn.
+storage, so that names, tied parameters and ``parameter.data = ...`` need no care. A call that draws
+random numbers also draws them in the block, into memory that is freed at once: so the generator's
+states are those of the plain constructor, and a replayed call starts from its own. To make some
+tensors, the calls that lead to them run. A storage is freed after the last call that needs its
+content. ``weight.normal_()`` needs nothing of the former content.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -87,32 +86,23 @@ class ScriptTensor:
         return self.tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Call:
-    """One call of an operator; tensors in its arguments are ``View`` or ``ScriptTensor``.
-
-    Attributes:
-        outputs: the tensors that it returns.
-        reads: storages whose content it needs.
-        writes: storages that it changes or makes.
-        overwrites: those of ``writes`` whose former content it does not need, with their bytes.
-        random: whether it draws random numbers.
-        dtype: the default dtype when it was called.
-    """
+    """One call of an operator; tensors in its arguments are ``View`` or ``ScriptTensor``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[View]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    overwrites: dict[int, int]
-    random: bool
+    reads: frozenset[int]  # storages whose content it needs
+    writes: frozenset[int]  # storages that it changes or makes
+    fills: dict[int, int]  # a storage that it changes without a look at the content: its bytes
+    state: torch.Tensor | None  # of the generator before, if it draws random numbers
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def repeat(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """Call the operator on storages with memory, and add the storages that it makes."""
-        for number, size in self.overwrites.items():
+        for number, size in self.fills.items():
             if number not in storages:
                 storages[number] = _memory(size)
         args, kwargs = tree_map_only(ScriptTensor, ScriptTensor.get, (self.args, self.kwargs))
@@ -123,99 +113,55 @@ class Call:
                 storages[view.storage] = view.storage_with(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Seeding:
-    """A change of the random state by the script.
-
-    Attributes:
-        draws: back to the state after so many calls that draw, as by ``torch.random.fork_rng``.
-        row: otherwise to this row of the recording's ``random_state``.
-    """
-
-    draws: int | None
-    row: int
-
-
-Event = Call | Seeding
-
-
 def _memory(size: int) -> torch.UntypedStorage:
     return torch.empty(size, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
-_by_final_state: WeakValueDictionary[bytes, InitRecording] = WeakValueDictionary()
-
-
-@dataclass(eq=False)
 class InitRecording:
-    """How to make the tensors of one ``hvkit.deferred_init()`` block.
+    """How to make the tensors of one ``hvkit.deferred_init()`` block."""
 
-    Attributes:
-        number: how many blocks the process had before.
-        start: the state of PyTorch's CPU generator at the start; or the recording of the block
-            before, if nothing was drawn since.
-        seeds: states that the script has set inside the block.
-        events: the calls, in order.
-    """
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._versions: dict[int, int] = {}
 
-    number: int
-    start: torch.Tensor | InitRecording
-    seeds: list[torch.Tensor] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    _other_state: torch.Tensor | None = None
-    _final_digest: bytes | None = None
-    _end: torch.Tensor | None = None
-    _versions: dict[int, int] = field(default_factory=dict)
+    def add(self, call: Call) -> None:
+        """Add a call, and draw its random numbers."""
+        if call.state is not None:
+            storages = self._replayed(call.reads - call.fills.keys())
+            with _without_modes():
+                call.repeat(storages)
+        self._calls.append(call)
 
     @property
     def random_state(self) -> torch.Tensor:
-        """States of the CPU generator: at the start, then those that the script has set.
+        """The generator's states before each draw: uint8 of shape (draws, bytes of a state)."""
+        states = [call.state for call in self._calls if call.state is not None]
+        return torch.stack([*states, torch.get_rng_state()])[:-1]  # there may be no draw
 
-        Returns:
-            uint8 of shape (1 + states set in the block, bytes of a state), to broadcast.
-        """
-        return self._own_state() if self._other_state is None else self._other_state
-
-    def start_from(self, state: torch.Tensor) -> None:
-        """Use another rank's random numbers.
-
-        Raises:
-            ValueError: the other rank has set another number of states in the block.
-        """
-        own = self._own_state()
-        if state.shape != own.shape or state.dtype != torch.uint8:
+    def start_from(self, states: torch.Tensor) -> None:
+        """Use another rank's random numbers; this rank's generator stays as it is."""
+        own = self.random_state
+        if states.shape != own.shape:
             raise ValueError(
-                f"random state of shape {tuple(state.shape)} and {state.dtype}, but this rank's "
-                f"model needs {tuple(own.shape)} and {own.dtype}: call torch.manual_seed equally "
-                f"often on every rank {IN_BLOCK}"
+                f"random states of shape {tuple(states.shape)}, but this rank's model needs "
+                f"{tuple(own.shape)}: draw random numbers equally often on every rank {IN_BLOCK}"
             )
-        self._other_state = None if torch.equal(state.cpu(), own) else state.cpu().clone()
-        self._end = None
+        draws = (call for call in self._calls if call.state is not None)
+        for call, state in zip(draws, states, strict=True):
+            call.state = state.clone()  # torch.set_rng_state takes no view of a larger tensor
 
     def make(
         self, wanted: Iterable[torch.Tensor], device: torch.device | str | None = None
     ) -> None:
-        """Make these tensors real; they stay the same objects, and all others stay on meta.
+        """Make these tensors real, or move them; they stay the same objects, others stay on meta.
 
-        This draws all random numbers on the CPU, in the order of the block. Peak memory is about
-        that of the wanted tensors and of the largest one. To share memory afterwards, tensors must
-        be made in one call. Hooks from ``register_hook`` stay.
-
-        Afterwards the CPU generator has the state that the block would leave without
-        ``deferred_init``, unless the script has drawn numbers or set a seed since. After
-        ``start_from`` another rank's state it has the state from before the block, so that ranks
-        with seeds of their own keep different random numbers.
-
-        Args:
-            wanted: parameters, buffers and others. Real ones are only moved.
-            device: to put them on; the CPU by default.
-
-        Raises:
-            ValueError: this recording does not lead to the values of one that is on meta.
+        Values are computed on the CPU, and put on the device. Peak memory is about that of the
+        wanted tensors and of the largest one. To share memory afterwards, tensors must be made in
+        one call. Hooks from ``register_hook`` stay, and the generator's state does.
         """
         tensors = list({id(t): t for t in wanted}.values())
         views = [(t, self._view(t)) for t in tensors if t.is_meta]
-        storages = self._draw({view.storage for _, view in views})
+        storages = self._replayed({view.storage for _, view in views})
         with torch.no_grad(), _disable_current_modes():
             if device is not None:
                 for number in storages:
@@ -226,13 +172,9 @@ class InitRecording:
             for tensor, view in views:
                 _become(tensor, view.on(storages[view.storage]))
 
-    def make_all(self, device: torch.device | str | None = None) -> None:
-        """Make every tensor real that is still on meta.
-
-        Raises:
-            ValueError: a parameter was changed after the block.
-        """
-        self.make(self.tensors(), device)
+    def make_all(self) -> None:
+        """Make every tensor real that is still on meta."""
+        self.make(self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors of the block that are alive and still on meta.
@@ -240,28 +182,25 @@ class InitRecording:
         Modules also keep tables in plain attributes, so this looks at all objects of the process,
         which takes about 0.1 s for a million.
         """
-        return [t for t in _living_tensors() if (tag := tag_of(t)) and tag[0] is self]
+        # Not isinstance, which runs code of objects that pretend to be others.
+        living = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+        return [t for t in living if (tag := tag_of(t)) and tag[0] is self]
 
     def values(self, view: View, operation: str) -> torch.Tensor:
-        """The values of one tensor of an unfinished block.
+        """The values of one tensor of an unfinished block; an error if they are random.
 
-        Raises:
-            ValueError: they depend on random numbers.
+        Ranks may have other random numbers: then the recording would depend on the rank.
         """
-        plan = self._plan({view.storage}, draws=False)
-        if any(isinstance(event, Call) and event.random for event, _ in plan):
+        if any(call.state is not None for call, _ in self._plan({view.storage})):
             raise ValueError(
                 f"{operation} needs the values of a tensor of shape {view.size}, but they depend "
                 f"on random numbers, which are not drawn {IN_BLOCK}: compute it from "
                 "Python's or NumPy's numbers, or move it after hvkit.distribute"
             )
-        return view.on(self._run(plan)[view.storage])
+        return view.on(self._replayed({view.storage})[view.storage])
 
-    def finish(self, final_digest: bytes | None) -> None:
+    def finish(self) -> None:
         """Note the state at the end of the block, to notice later what the script has changed."""
-        self._final_digest = final_digest
-        if final_digest is not None:
-            _by_final_state[final_digest] = self
         parameters = (t for t in self.tensors() if isinstance(t, nn.Parameter))
         self._versions = {id(p): version_of(p) for p in parameters}
 
@@ -285,83 +224,46 @@ class InitRecording:
             raise ValueError(f"tensor of shape {tuple(tensor.shape)} {reason}")
         return View.of(tensor, tag_of(tensor)[1])  # type: ignore[index]
 
-    def _own_state(self) -> torch.Tensor:
-        first = self.start._end_state() if isinstance(self.start, InitRecording) else self.start
-        return torch.stack([first, *self.seeds])
-
-    def _end_state(self) -> torch.Tensor:
-        if self._end is None:
-            self._draw(set())
-        assert self._end is not None
-        return self._end
-
-    def _draw(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Draw all random numbers, make the wanted storages, and set the generator's state."""
-        before, states = torch.get_rng_state(), self.random_state
-        torch.set_rng_state(states[0].clone())
-        try:
-            storages = self._run(self._plan(wanted, draws=True), states)
-            self._end = torch.get_rng_state()
-        finally:
-            torch.set_rng_state(before)
-        if digest(before) == self._final_digest:
-            torch.set_rng_state(
-                self._end if self._other_state is None else self._own_state()[0].clone()
-            )
-        return storages
-
-    def _plan(self, wanted: set[int], *, draws: bool) -> list[tuple[Event, frozenset[int]]]:
-        """The events to run, each with the storages to free after it.
-
-        Args:
-            wanted: storages to keep.
-            draws: whether to draw the random numbers of all other storages, too.
-        """
-        needed, plan = set(wanted), list[tuple[Event, frozenset[int]]]()
-        for event in reversed(self.events):
-            if isinstance(event, Seeding):
-                if draws:
-                    plan.append((event, frozenset()))
-            elif not needed.isdisjoint(event.writes) or (draws and event.random):
-                plan.append((event, (event.reads | event.writes) - needed))
-                needed -= event.writes - event.reads
-                needed |= event.reads
+    def _plan(self, wanted: Iterable[int]) -> list[tuple[Call, frozenset[int]]]:
+        """The calls that make the wanted storages, each with the storages to free after it."""
+        needed, plan = set(wanted), list[tuple[Call, frozenset[int]]]()
+        for call in reversed(self._calls):
+            if not needed.isdisjoint(call.writes):
+                plan.append((call, (call.reads | call.writes) - needed))
+                needed -= call.writes - call.reads
+                needed |= call.reads
         return plan[::-1]
 
-    def _run(
-        self, plan: list[tuple[Event, frozenset[int]]], states: torch.Tensor | None = None
-    ) -> dict[int, torch.UntypedStorage]:
+    def _replayed(self, wanted: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+        """The wanted storages; the generator's state stays as it is."""
         storages: dict[int, torch.UntypedStorage] = {}
-        returns = {event.draws for event, _ in plan if isinstance(event, Seeding)}
-        draws, saved, default = 0, dict[int | None, torch.Tensor](), torch.get_default_dtype()
-        try:
-            with torch.no_grad(), _disable_current_modes():
-                for event, dropped in plan:
-                    if draws in returns:
-                        saved.setdefault(draws, torch.get_rng_state())
-                    if isinstance(event, Seeding):
-                        assert states is not None
-                        state = states[event.row] if event.draws is None else saved[event.draws]
-                        torch.set_rng_state(state.clone())  # it takes no view of a larger tensor
-                        continue
-                    torch.set_default_dtype(event.dtype)
-                    event.repeat(storages)
-                    draws += event.random
+        default = torch.get_default_dtype()
+        with _without_modes(), torch.random.fork_rng(devices=[]):
+            try:
+                for call, dropped in self._plan(wanted):
+                    torch.set_default_dtype(call.dtype)
+                    if call.state is not None:
+                        torch.set_rng_state(call.state)
+                    call.repeat(storages)
                     for number in dropped:
                         storages.pop(number, None)
-        finally:
-            torch.set_default_dtype(default)
+            finally:
+                torch.set_default_dtype(default)
         return storages
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def recording_of(model: nn.Module) -> InitRecording | None:
     """The recording of a model that ``hvkit.deferred_init()`` has built; None if all is real.
 
-    The model may contain the deferred one, or be a part of it.
-
-    Raises:
-        ValueError: no recording leads to a parameter or buffer, the script has changed one after
-            the block, or the parts come from two blocks.
+    The model may contain the deferred one, or be a part of it. It is an error if no recording leads
+    to a parameter or buffer, if the script has changed one after the block, or if the parts come
+    from two blocks.
     """
     recording: InitRecording | None = None
     named = [("parameter", *each) for each in model.named_parameters()]
@@ -373,16 +275,6 @@ def recording_of(model: nn.Module) -> InitRecording | None:
         if reason := recording.why_lost(tensor) if recording else _NOT_RECORDED:
             raise ValueError(f"{kind} {name} of {type(model).__name__} {reason}")
     return recording
-
-
-def previous(state: torch.Tensor) -> InitRecording | None:
-    """The recording of the block that left the generator in this state, if it is still alive."""
-    return _by_final_state.get(digest(state))
-
-
-def digest(state: torch.Tensor) -> bytes:
-    """A 16-byte hash of a generator's state."""
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
 def tag_of(tensor: torch.Tensor) -> tuple[InitRecording, int] | None:
@@ -413,8 +305,3 @@ def _become(tensor: torch.Tensor, made: torch.Tensor) -> None:
     made._backward_hooks = tensor._backward_hooks
     made._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(tensor, made)
-
-
-def _living_tensors() -> Iterator[torch.Tensor]:
-    # Not isinstance, which runs code of objects that pretend to be others.
-    return (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))

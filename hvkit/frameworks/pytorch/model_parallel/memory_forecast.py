@@ -65,7 +65,6 @@ class RankForecast:
         return self.weights + self.gradients + self.state + self.activations + self.outputs
 
     def described(self, optimizer: str) -> str:
-        """The sum as text."""
         parts = {
             "gradients": self.gradients,
             optimizer: self.state,
@@ -94,10 +93,7 @@ def log_division(
     links: TorchChannel,
     microbatches: int,
 ) -> None:
-    """Log how a model is divided, and the memory of a training step.
-
-    This is a collective of the ranks that compute on the same batch.
-    """
+    """Log the division, and the memory of a step; a collective of ranks that share a batch."""
     found = links.gather_numbers(memory_of_rank(device, model))
     if options.position.rank:
         return
@@ -141,10 +137,7 @@ def in_words(nbytes: int) -> str:
 
 
 def bubble(ranks: int, per_rank: int, microbatches: int) -> float:
-    """The share of its passes in which a rank waits, from 0 to 1, if stages take equally long.
-
-    Zero-bubble schedules wait less.
-    """
+    """The fraction of its passes in which a rank waits, if stages take equally long."""
     return (ranks - 1) / (per_rank * microbatches + ranks - 1)
 
 
@@ -206,10 +199,7 @@ def parameter_bytes(
     optimizers: Iterable[Optimizer],
     shape_of: Callable[[str, nn.Parameter], Sequence[int]],
 ) -> dict[str, ParameterBytes]:
-    """The bytes of each parameter of an undivided model on a rank that holds it, by name.
-
-    ``shape_of`` gives the shape of a rank's part of a parameter.
-    """
+    """The bytes of each parameter on a rank that holds a part of it, of this shape."""
     shapes: dict[torch.Tensor, Sequence[int]] = {
         p: shape_of(name, p) for name, p in model.named_parameters()
     }
@@ -287,10 +277,7 @@ def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
 def table(
     ranks: Sequence[RankForecast], memories: Sequence[Memory], members: Sequence[int], state: str
 ) -> str:
-    """A line for each rank of the pipeline axis, with the name of the optimizers.
-
-    The members are the ranks of the pipeline and tensor axes, in their order.
-    """
+    """A line for each rank of the pipeline axis; the members are those of the tensor axis, too."""
     lines = []
     each = len(members) // len(ranks)
     for number, rank in enumerate(ranks):

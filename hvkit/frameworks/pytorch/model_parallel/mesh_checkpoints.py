@@ -12,7 +12,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,15 +43,7 @@ _Arrays = dict[str, np.ndarray[Any, Any]]
 class MeshKeeper:
     """A ``hvkit.sync.port.Keeper`` of a model that is divided when its first batch comes.
 
-    Args:
-        strategy: as passed to ``distribute``.
-        compression: as passed to ``distribute``.
-        options: about the mesh.
-        names: of all parameters, in the order in which one process numbers them.
-
-    Attributes:
-        layout: a number for which rank holds which part; None before the model is divided.
-        saved_layout: of the checkpoint that is loaded next.
+    It gets the names of all parameters in the order in which one process numbers them.
     """
 
     equal_steps = True
@@ -66,7 +58,9 @@ class MeshKeeper:
         self.strategy, self.compression = strategy, compression
         self.local = isinstance(strategy, Rounds)
         self.mesh = repr(options.mesh)
+        # A number for which rank holds which part; None before the model is divided.
         self.layout: int | None = None
+        # That of the checkpoint that is loaded next.
         self.saved_layout: int | None = None
         self._rank = options.position.rank
         self._number = {name: i for i, name in enumerate(names)}
@@ -83,12 +77,7 @@ class MeshKeeper:
         self._full: _Arrays = {}
 
     def divided(self, keeper: Keeper, model: ModelState, own: Sequence[str], layout: int) -> None:
-        """Begin with this rank's part.
-
-        Args:
-            own: the names of this rank's parameters, in the keeper's order.
-            layout: the same number on all ranks; another one for another division.
-        """
+        """Begin with this rank's part: the names of its parameters, in the keeper's order."""
         self._keeper, self._model, self.layout = keeper, model, layout
         self._own = {name: i for i, name in enumerate(own)}
 
@@ -158,8 +147,15 @@ class MeshKeeper:
 
     def _by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
         """The strategy's state of this rank's parameters, in the shape of its slices."""
-        assert self._model is not None
-        return strategy_values(state, self._own, self._model.shape_of)
+        return strategy_values(state, self._own, self._model_state.shape_of)
+
+    @property
+    def _model_state(self) -> ModelState:
+        return cast(ModelState, self._model)
+
+    @property
+    def _part_keeper(self) -> Keeper:
+        return cast(Keeper, self._keeper)
 
     @property
     def is_divided(self) -> bool:
@@ -168,14 +164,11 @@ class MeshKeeper:
 
     def plan(self) -> dict[str, Any]:
         """The state that belongs to no parameter, for rank 0's file."""
-        assert self._keeper is not None
-        return strategy_plan(self._keeper.state()[COUNTS], list(self._number))
+        return strategy_plan(self._part_keeper.state()[COUNTS], list(self._number))
 
     def shards(self) -> dict[str, Any]:
         """This rank's part of a sharded checkpoint."""
-        assert self._keeper is not None
-        assert self._model is not None
-        return self._model.saved_slices(self._by_parameter(self._keeper.state()))
+        return self._model_state.saved_slices(self._by_parameter(self._part_keeper.state()))
 
     def state(self) -> _Arrays:
         """The full state, on rank 0 inside ``gathered``."""
@@ -190,46 +183,37 @@ class MeshKeeper:
         self._load_later(lambda: self._saved_slices(saved), in_round=in_round)
 
     def _load_later(self, own: Callable[[], _Arrays], *, in_round: bool) -> None:
-        """Set the state of this rank's part when the model is divided.
-
-        Args:
-            in_round: whether each rank will hold its local weights again.
-        """
         self._pending.clear()
         saved_layout = self.saved_layout
 
         def load() -> None:
-            assert self._keeper is not None
             self._in_round = in_round and saved_layout == self.layout
             if in_round and not self._in_round and self._rank == 0:
                 logger.info(
                     f"{self.strategy} begins a new round: the model was divided in another way "
                     "when it was saved"
                 )
-            if not self.local:
-                self._keeper.load_state({}, in_round=self._in_round)
-            elif arrays := own():
-                self._keeper.load_state(arrays, in_round=self._in_round)
-            else:  # saved before a first step
-                self._keeper.start_over()
+            arrays = own() if self.local else {}
+            if self.local and not arrays:  # saved before a first step
+                self._part_keeper.start_over()
+            else:
+                self._part_keeper.load_state(arrays, in_round=self._in_round)
 
         self._when_divided(load)
 
     def _slices_of(self, arrays: _Arrays) -> _Arrays:
-        assert self._model is not None
         if COUNTS not in arrays:
             return {}
-        number = {name: self._number[name] for name in self._own}
-        full = strategy_values(arrays, number, self._model.full_shape_of)
+        number, model = {name: self._number[name] for name in self._own}, self._model_state
+        full = strategy_values(arrays, number, model.full_shape_of)
         own = {
-            name: {key: self._model.slicing(name).tensor_slice(t) for key, t in kept.items()}
+            name: {key: model.slicing(name).tensor_slice(t) for key, t in kept.items()}
             for name, kept in full.items()
         }
         return strategy_arrays(arrays[COUNTS], own, self._own)
 
     def _saved_slices(self, saved: SavedState) -> _Arrays:
-        assert self._model is not None
-        own = {name: self._model.part_of_saved(name, saved) for name in self._own}
+        own = {name: self._model_state.part_of_saved(name, saved) for name in self._own}
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
@@ -250,21 +234,11 @@ class MeshKeeper:
 
     def load_rank_state(self, arrays: _Arrays) -> None:
         """Set what ``rank_state`` returned on this rank."""
-
-        def load() -> None:
-            assert self._keeper is not None
-            self._keeper.load_rank_state(arrays)
-
-        self.in_saved_round(load)
+        self.in_saved_round(lambda: self._part_keeper.load_rank_state(arrays))
 
 
 class _InParts:
-    """Implements ``hvkit.sync.port.ShardedObject``.
-
-    Args:
-        parallel: divides the model.
-        keeper: of the model; None if its strategy keeps nothing.
-    """
+    """Implements ``hvkit.sync.port.ShardedObject``; no keeper if the strategy keeps nothing."""
 
     def __init__(self, parallel: ParallelModel, keeper: MeshKeeper | None) -> None:
         self._parallel, self._keeper = parallel, keeper
@@ -279,8 +253,7 @@ class _InParts:
 
     @property
     def _state(self) -> ModelState:
-        assert self._parallel.state is not None
-        return self._parallel.state
+        return cast(ModelState, self._parallel.state)
 
     def load_rank_state(self, load: Callable[[], None]) -> None:
         if self._keeper is not None:
@@ -290,13 +263,10 @@ class _InParts:
         self._parallel.when_divided(functools.partial(self._load, saved, load))
 
     @abstractmethod
-    def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
-        """Read this rank's part."""
+    def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None: ...
 
 
 class ModelInParts(_InParts):
-    """A model."""
-
     def __init__(
         self, parallel: ParallelModel, keeper: MeshKeeper | None, model: nn.Module
     ) -> None:
@@ -335,8 +305,6 @@ class ModelInParts(_InParts):
 
 
 class OptimizerInParts(_InParts):
-    """An optimizer of it."""
-
     def __init__(
         self, parallel: ParallelModel, keeper: MeshKeeper | None, optimizer: Optimizer
     ) -> None:

@@ -52,13 +52,10 @@ _before_clipping: WeakSet[NonFiniteInMesh] = WeakSet()
 
 
 class GradientsOfAllRanks:
-    """The gradients of a model that several ranks hold together.
+    """The gradients of a model that the ranks of ``links`` together hold once.
 
-    Args:
-        parameters: of the whole model, in its order.
-        counted: this rank's parameters, without those that another rank counts.
-        links: to the ranks that together hold the model once.
-        replaced: by a parameter that a script may still hold, its replacement.
+    ``counted`` are this rank's parameters, without those that another rank counts. ``replaced`` has
+    the replacements of parameters that a script may still hold.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class GradientsOfAllRanks:
         _latest = weakref.ref(self)
 
     def holds(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether the model has one of these parameters."""
         return any(p in self._all for p in parameters)
 
     def of_gradients(self, gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,19 +150,23 @@ def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
 
 
 def _models() -> list[GradientsOfAllRanks]:
-    return [each for _, each in sorted(_living.items())]
+    return list(_living.values())
 
 
 @torch.no_grad()
 def _of_all(
-    norms: Sequence[torch.Tensor], others: Sequence[torch.Tensor], norm_type: float
+    of_models: Mapping[GradientsOfAllRanks, Sequence[torch.Tensor]],
+    gradients: Sequence[torch.Tensor],
+    norm_type: float,
 ) -> torch.Tensor:
-    """The norm of the gradients of models in meshes, given by their norms, and of others.
+    """The norm of gradients, of these parameters of models in meshes and of others; a collective.
 
     The others are shards of ``FullyShard``, slices that show the full tensor, or gradients that
     each rank holds in full.
     """
-    found = [*norms]
+    found = [model.norm(parameters, norm_type) for model, parameters in of_models.items()]
+    known = {id(p.grad) for parameters in of_models.values() for p in parameters}
+    others = [each for each in gradients if id(each) not in known]
     shards = [each for each in others if isinstance(each, DTensor) and _is_only_sharded(each)]
     known = set(map(id, shards))
     rest = [each for each in others if id(each) not in known]
@@ -215,17 +215,14 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
         foreach: bool | None = None,
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        norms, known = [], set()
-        for model in _models():
-            parameters = model.of_gradients(gradients)
-            # A stage whose parameters are all frozen has no gradients to recognise.
-            if parameters or (not gradients and _latest is not None and _latest() is model):
-                norms.append(model.norm(parameters, float(norm_type)))
-                known |= {id(p.grad) for p in parameters}
-        if not norms and all(slicing_of(each) is None for each in gradients):
+        of_models = {model: model.of_gradients(gradients) for model in _models()}
+        # A stage whose parameters are all frozen has no gradients to recognise.
+        latest = None if gradients or _latest is None else _latest()
+        of_models = {m: found for m, found in of_models.items() if found or m is latest}
+        if not of_models and all(slicing_of(each) is None for each in gradients):
             return plain(gradients, norm_type, error_if_nonfinite, foreach)
-        others = [each for each in gradients if id(each) not in known]
-        return _checked(_of_all(norms, others, float(norm_type)), gradients, error_if_nonfinite)
+        total = _of_all(of_models, gradients, float(norm_type))
+        return _checked(total, gradients, error_if_nonfinite)
 
     return total_norm
 
@@ -233,11 +230,6 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
 def _checked(
     total: torch.Tensor, gradients: Sequence[torch.Tensor], error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """A norm of all gradients, in their dtype.
-
-    Raises:
-        RuntimeError: it is not finite, and that is to be an error.
-    """
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             "The total norm of the gradients of all ranks is non-finite, so it cannot be clipped. "
@@ -283,10 +275,8 @@ def _clipped(
         return None
     for each in _before_clipping:
         each.before_clipping(parameters)
-    norms = [model.norm(parameters, norm_type) for model in models]
-    rest = [p for p in parameters if not any(model.holds([p]) for model in models)]
-    others = [gradient for p in rest if (gradient := p.grad) is not None]
-    total = _of_all(norms, others, norm_type)
+    of_models = {model: [p for p in parameters if model.holds([p])] for model in models}
+    total = _of_all(of_models, gradients, norm_type)
     result = _checked(total, gradients, error_if_nonfinite)
     if divided:
         _scale(parameters, max_norm, total)
@@ -312,10 +302,6 @@ class NonFiniteInMesh:
     No rank has all gradients of a model, so the ranks agree when an optimizer's step begins.
     Clipping spreads a NaN to all gradients before that. So the ranks look for NaNs before clipping,
     too, to name the right parameters.
-
-    Args:
-        action: ``"skip"`` or ``"stop"``.
-        model: divided among the ranks of a mesh.
     """
 
     def __init__(self, action: str, model: nn.Module) -> None:
@@ -335,7 +321,6 @@ class NonFiniteInMesh:
         self._clipped = self._found(parameters)
 
     def _found(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """The names of parameters whose gradient is NaN or infinite on this rank."""
         wanted = set(parameters)
         return [
             name
@@ -344,11 +329,7 @@ class NonFiniteInMesh:
         ]
 
     def _skips_step(self, optimizer: Optimizer) -> bool:
-        """Whether to skip the step that begins now.
-
-        Raises:
-            FloatingPointError: on every rank, with ``"stop"``.
-        """
+        """Whether to skip the step that begins now; raises on every rank to stop."""
         self._steps += 1
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = self._found(parameters), self._clipped
@@ -363,7 +344,7 @@ class NonFiniteInMesh:
         if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {text}"), 0)
         self._statistics.put_back()
-        skipped_steps.add()
+        skipped_steps.number += 1
         if not runtime.rank():
             logger.warning("skipped %s", text)
         return True

@@ -19,16 +19,11 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class OnMeta(TorchFunctionMode):
-    """Runs an operation on the meta device if one of its tensors is there.
+    """Runs an operation on the meta device if one of its tensors is there, while it is active.
 
-    Args:
-        device: the device that tensors claim, so that a forward makes masks and positions there.
-        look: called with PyTorch's error where the forward reads a value, as for which experts get
-            samples; it then reads ``value`` everywhere. None raises the error.
-        value: 1 lets every expert get samples.
-
-    Attributes:
-        active: whether it changes operations.
+    Tensors claim to be on ``device``, so that a forward makes masks and positions there. Where the
+    forward reads a value, as for which experts get samples, ``look`` gets PyTorch's error, and the
+    forward reads ``value`` everywhere: 1 lets every expert get samples.
     """
 
     def __init__(
@@ -100,12 +95,11 @@ def _of_kernels_dtype(func: Any, args: Any, kwargs: Any) -> Any:
 _TO: Any = torch.Tensor.to
 
 
+# Functions that make a tensor from the shape, dtype or device of another.
 MAKES_NEW = (
     *(torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full),
     *(torch.zeros_like, torch.ones_like, torch.full_like),
 )
-"""Functions that make a tensor from the shape, dtype or device of another."""
-
 _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
 
 
@@ -158,13 +152,8 @@ def forward_on_meta(
 ) -> Iterator[tuple[Any, SideOutputs]]:
     """Runs the model's forward, and then restores random numbers and all that it has set.
 
-    Args:
-        tensors: its parameters on the meta device, by all of their names, and buffers.
-        args, kwargs: of the call, which the forward may change.
-        modes: contexts of the forward, the outermost first.
-
-    Yields:
-        Its result; and its side outputs, while they exist.
+    It uses these parameters on the meta device, by all of their names, and buffers, and may change
+    its arguments. Its result and its side outputs exist inside the context.
     """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), undoing_side_effects(model) as kept:
@@ -185,24 +174,19 @@ def calls_watched(
     before_hooks: bool = True,
     after_hooks: bool = True,
 ) -> Iterator[None]:
-    """A context in which calls of modules are observed.
+    """A context in which ``enter`` and ``leave`` get the names and arguments of modules' calls.
 
-    Args:
-        enter: called with the name of a module and its arguments.
-        leave: called also with its result.
-        before_hooks, after_hooks: whether ``enter`` runs before the script's pre-hooks, and
-            ``leave`` after its hooks, which may change arguments and results.
+    By default ``enter`` runs before the script's pre-hooks, and ``leave``, which also gets the
+    result, after its hooks: these may change arguments and results.
     """
 
     def watch(name: str, module: nn.Module) -> Iterator[Any]:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            enter(name, args, kwargs)
-
-        def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            leave(name, args, kwargs, output)
-
-        yield module.register_forward_pre_hook(begin, prepend=before_hooks, with_kwargs=True)
-        yield module.register_forward_hook(end, prepend=not after_hooks, with_kwargs=True)
+        yield module.register_forward_pre_hook(
+            lambda _, *call: enter(name, *call), prepend=before_hooks, with_kwargs=True
+        )
+        yield module.register_forward_hook(
+            lambda _, *call: leave(name, *call), prepend=not after_hooks, with_kwargs=True
+        )
 
     with ExitStack() as stack:
         for each in modules.items():
@@ -245,11 +229,7 @@ def needs_values(error: object) -> ValueError:
 
 @contextmanager
 def explaining_meta() -> Iterator[None]:
-    """A context that explains PyTorch's errors about tensors without values.
-
-    Raises:
-        ValueError: in their place.
-    """
+    """A context that explains PyTorch's errors about tensors without values by a ``ValueError``."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

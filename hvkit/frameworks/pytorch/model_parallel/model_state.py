@@ -40,16 +40,10 @@ from hvkit.watch.calls import call, translated, waiting
 
 
 class ModelState:
-    """Knows which rank holds each parameter and buffer; gathers them on rank 0, or on all ranks.
+    """Gathers parameters and buffers on rank 0, or on all ranks.
 
-    Args:
-        model: on every rank.
-        holder: by parameter and buffer, the rank along the pipeline that holds it.
-        links: to the ranks of the pipeline.
-        slicings: of this rank's parameters, by name.
-        collects: whether this rank is in rank 0's replica of the model.
-        first_slice: whether it is the first rank along the tensor axis.
-        first_shard: whether it is the first rank along the shard axis.
+    ``holder`` has the rank along the pipeline that holds each, ``slicings`` are of this rank's
+    parameters, and ``collects`` is whether this rank is in rank 0's replica of the model.
     """
 
     def __init__(
@@ -114,12 +108,7 @@ class ModelState:
 
     @contextmanager
     def gathered(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
-        """Let ``state_dict`` return full tensors on rank 0 for a while; a collective.
-
-        Args:
-            model: all of it, or a part.
-            prefix: of the names of this part.
-        """
+        """Let ``state_dict`` return full tensors on rank 0, of all or a part; a collective."""
         names = [name for name in self._holder if name.startswith(prefix)]
         self._full |= self.collected(self._tensors(model, prefix), names)
         try:
@@ -153,9 +142,8 @@ class ModelState:
     def collected(self, values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """Gather full values on rank 0, one at a time; empty on others.
 
-        Args:
-            values: this rank's tensors, or states of parameters, by name.
-            names: of the values of all ranks, in the same order on every rank.
+        The values are this rank's tensors, or states of parameters; the names are those of all
+        ranks, in the same order on every rank.
         """
         found: dict[str, Any] = {}
         with call("hvkit.settled"), translated(), waiting():
@@ -237,11 +225,7 @@ class ModelState:
         return {self._names[p]: p for group in optimizer.param_groups for p in group["params"]}
 
     def saved_slices(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a sharded checkpoint.
-
-        Args:
-            values: this rank's tensors, or states of parameters, by name.
-        """
+        """This rank's part of a sharded checkpoint, from tensors, or states of parameters."""
         found = {
             name: described_state(values[name], functools.partial(self._saved_slice, name))
             for name, source in self._holder.items()
@@ -305,10 +289,8 @@ class ModelState:
 class FullModel:
     """Makes ``generate`` of a model in a mesh work inside ``hvkit.settled``, on full weights.
 
-    Hugging Face's ``generate`` calls an encoder alone, and keeps keys and values of all layers.
-
-    Args:
-        model: before anything of it is replaced.
+    Hugging Face's ``generate`` calls an encoder alone, and keeps keys and values of all layers. The
+    model must come before anything of it is replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -334,7 +316,6 @@ class FullModel:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The context in which ``generate`` works."""
         self._settled = True
         try:
             yield
@@ -384,8 +365,6 @@ def _is_of_mesh(hook: Any) -> bool:
 
 
 class _OptimizerSlices(PartOfState):
-    """An optimizer with this rank's slices of its state."""
-
     def __init__(self, optimizer: Optimizer, model: ModelState) -> None:
         super().__init__(optimizer)
         self._model = model
@@ -420,11 +399,7 @@ def rank_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:
-    """Free the memory of parameters that other ranks hold; the objects stay.
-
-    Raises:
-        ValueError: a result of a forward pass, or a weak reference, needs one of them.
-    """
+    """Free the memory of parameters that other ranks hold; the objects stay."""
     for p in parameters:
         if p.is_meta:
             continue

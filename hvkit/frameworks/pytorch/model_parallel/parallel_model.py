@@ -263,12 +263,11 @@ class ParallelModel:
         return ScheduledPipeline(pipeline, options.schedule, own)
 
     def _log_waits(self) -> None:
-        """Log once how long the first rank of a pipeline has waited for others."""
-        times, mesh = self._groups.pipeline.times, self._options.mesh
+        times = self._groups.pipeline.times
         if self._passes == _TIMED_FROM:
             times.begin()
         # With a GPU the host does not wait for messages.
-        counts = mesh.pipeline > 1 and self._device.type == "cpu"
+        counts = self._options.mesh.pipeline > 1 and self._device.type == "cpu"
         if self._passes == _TIMED_TO and counts and self._options.position.rank == 0:
             logger.info(
                 f"rank 0 has waited for other stages {times.bubble:.0%} of the time in forward and "

@@ -96,15 +96,11 @@ class MeshPort(PyTorchPort):
 
     def synchronise(self) -> None:
         group = all_ranks()
-        if self._recording is not None:
-            self._recording.start_from(
-                torch.from_numpy(
-                    collectives.broadcast_state(self._recording.random_state.numpy(), group).copy()
-                )
-            )
-            self._recording.make(
-                [t for t in self._recording.tensors() if not isinstance(t, nn.Parameter)]
-            )
+        if (recording := self._recording) is not None:
+            states = recording.random_state
+            of_rank_0 = collectives.broadcast_bytes(states.numpy().reshape(-1))
+            recording.start_from(torch.from_numpy(of_rank_0.copy()).view(-1, states.shape[1]))
+            recording.make([t for t in recording.tensors() if not isinstance(t, nn.Parameter)])
             return
         broadcast_tensors([*self.parameters.values(), *self.model.buffers()], group)
         for optimizer in self.optimizers:
@@ -171,7 +167,6 @@ class MeshPort(PyTorchPort):
         return "weights" if compressed else "nothing"
 
     def _new_keeper(self) -> MeshKeeper | None:
-        """The keeper of the strategy's state for checkpoints; None if it keeps none."""
         strategy, compression = self.options.strategy, self.options.compression
         if self.options.group.size == 1 or self.mesh.mesh.shard > 1:
             return None
@@ -197,10 +192,7 @@ class MeshPort(PyTorchPort):
         own: dict[str, nn.Parameter],
         norms: nn.ModuleList,
     ) -> Callable[[], Callable[[], None]]:
-        """Keep this rank's part in step with the ranks that hold the same part.
-
-        Returns a function to call before each backward pass, which returns one to call after it.
-        """
+        """Keep this rank's part in step; return what to call before each backward pass."""
         if self.mesh.mesh.shard > 1:  # PyTorch averages the gradients
             if len(norms) and self.options.batch_norm == "average":
                 raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,10 +101,7 @@ def require_same_batch(
 
 
 def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
-    """Raise on every rank unless all have the same weights; a collective.
-
-    A script may have loaded weights since ``distribute``.
-    """
+    """Raise on every rank unless all have the same weights: a script may have loaded others."""
     named, ranks = dict(model.named_parameters()), replica.ranks
     by_rank = replica.gather_numbers([checksum(p) for p in named.values()])
     for rank, same in zip(ranks, (by_rank == by_rank[0]).tolist(), strict=True):
@@ -127,21 +124,23 @@ class SharedGradients:
     def __init__(
         self,
         of_stages: Mapping[nn.Parameter, dist.ProcessGroup],
-        unsharded: Iterable[nn.Parameter],
+        unsharded: Sequence[nn.Parameter],
         groups: RankGroups,
         *,
         equalised: bool,
     ) -> None:
-        self._of_stages, self._unsharded = of_stages, dict.fromkeys(unsharded)
+        self._of_stages, self._unsharded = of_stages, set(unsharded)
         self._links, self._data_parallel = groups.pipeline, groups.data_parallel
         self._equalised = equalised
+        self._groups_of = {p: [group] for p, group in of_stages.items()}
+        for p in dict.fromkeys(unsharded):
+            self._groups_of.setdefault(p, []).append(groups.data_parallel.group)
 
     def before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Prepare for the gradients of a backward pass; return what to call when they are there."""
         end = around()
         # Only the gradients of this pass are summed; those of earlier passes are added to the sum.
-        shared = {**self._of_stages, **self._unsharded}
-        before = {p: p.grad for p in shared if p.requires_grad}
+        before = {p: p.grad for p in self._groups_of if p.requires_grad}
         for p in before:
             p.grad = None
 
@@ -151,10 +150,10 @@ class SharedGradients:
                     p.grad = earlier
                     continue
                 gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                if p in self._of_stages:
-                    self._sum(gradient, self._of_stages[p])
+                for group in self._groups_of[p]:
+                    count("gradients", of_allreduce(gradient.nbytes, group.size()))
+                    self._reduce(gradient, dist.ReduceOp.SUM, group)
                 if p in self._unsharded:
-                    self._sum(gradient, self._data_parallel.group)
                     gradient /= len(self._data_parallel.ranks)
                 p.grad = gradient if earlier is None else earlier.add_(gradient)
             end()
@@ -176,16 +175,13 @@ class SharedGradients:
     def _has_gradient(self, p: nn.Parameter) -> bool:
         """Whether any rank has a gradient to add for a parameter; a collective."""
         found = torch.tensor([float(p.grad is not None)], device=self._links.device)
-        groups = [self._of_stages[p]] if p in self._of_stages else []
-        for group in [*groups, self._data_parallel.group] if p in self._unsharded else groups:
-            with self._links.waiting():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        for group in self._groups_of[p]:
+            self._reduce(found, dist.ReduceOp.MAX, group)
         return bool(found)
 
-    def _sum(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
-        count("gradients", of_allreduce(gradient.nbytes, group.size()))
+    def _reduce(self, t: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> None:
         with self._links.waiting():
-            dist.all_reduce(gradient, group=group)
+            dist.all_reduce(t, operation, group=group)
 
 
 def checksum(t: torch.Tensor) -> int:

@@ -30,19 +30,10 @@ def shard(
     mesh: DeviceMesh,
     name: str,
 ) -> dict[str, nn.Parameter]:
-    """Divide a rank's parameters; a collective of the ranks along the axis.
+    """Divide a rank's parameters, and return them, some replaced by new ones; a collective.
 
-    Args:
-        model: PyTorch replaces its parameters by new ones.
-        own: this rank's parameters, by name.
-        unsharded: the parameters that stay whole.
-        cuts: modules after which stages end; none without a pipeline.
-        called: modules that the forward calls.
-        value_readers: modules whose forward reads values, which may decide what they call.
-        mesh: of the shard axis, or of the data and the shard axis.
-
-    Returns:
-        This rank's parameters by name, some of them new.
+    Stages end after the modules ``cuts``. What the modules ``value_readers`` call may depend on
+    values. The mesh is that of the shard axis, or of the data and the shard axis.
     """
     sharded = set(own.values()) - set(unsharded)
     inside = {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,27 +26,18 @@ from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
 from hvkit.sync.agreements import SENT
 
+# Makes a tensor to fill.
 New = Callable[[torch.Size, torch.dtype], torch.Tensor]
-"""Makes a tensor to fill."""
-
-Whole = Callable[["SavedTensor"], torch.Tensor]
-"""Makes a full tensor of its pieces."""
 
 _SHAPE, _PIECES, _VALUES, _PLAIN = "shape", "pieces", "values", "plain"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a full tensor that a rank has.
+    """A block of a full tensor that a rank has."""
 
-    Attributes:
-        start: its offset in the full tensor, along each dimension.
-        at: its offset in the rank's part.
-        size: along each dimension.
-    """
-
-    start: tuple[int, ...]
-    at: tuple[int, ...]
+    start: tuple[int, ...]  # in the full tensor
+    at: tuple[int, ...]  # in the rank's part
     size: tuple[int, ...]
 
 
@@ -60,12 +50,8 @@ def blocks_of(
 ) -> list[Block]:
     """The blocks of a full tensor that a rank has.
 
-    Args:
-        shape: of the rank's part along the tensor axis.
-        rows: the rank's rows of that part, along the shard axis; None for all.
-        placement: along the tensor axis; None if that does not divide the tensor.
-        index: of the rank along the tensor axis.
-        ways: ranks along the tensor axis.
+    The shape is that of the part of the tensor axis, of which the rank has these rows, or all. The
+    placement along that axis, if it divides the tensor, gives its part ``index`` of ``ways``.
     """
     # Along each dimension: the offset in the full tensor, that in the rank's part, and the length.
     along = [[(0, 0, length)] for length in shape]
@@ -93,12 +79,7 @@ def _in_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class SavedTensor:
-    """A tensor in a sharded checkpoint.
-
-    Args:
-        shape: of the full tensor.
-        pieces: blocks of it, each with its offset.
-    """
+    """A tensor in a sharded checkpoint: blocks of the full one, each with its offset."""
 
     def __init__(
         self, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]]
@@ -108,7 +89,6 @@ class SavedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor."""
         return self.pieces[0][1].dtype  # a rank that has none of the rows writes no piece
 
     def add(self, other: SavedTensor) -> None:
@@ -116,13 +96,7 @@ class SavedTensor:
         self.pieces += other.pieces
 
     def whole(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
-        """The full tensor.
-
-        Args:
-            new: makes the tensor to fill.
-            alias: whether a single piece may be returned itself. Its memory is that of the file,
-                which must stay.
-        """
+        """The full tensor; with ``alias`` perhaps in the memory of the file, which must stay."""
         if alias and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
             return self.pieces[0][1]
         target = new(self.shape, self.dtype)
@@ -130,11 +104,7 @@ class SavedTensor:
         return target
 
     def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
-        """Copy these blocks into a rank's part of the tensor.
-
-        Raises:
-            HvkitError: the pieces do not cover the blocks.
-        """
+        """Copy these blocks into a rank's part of the tensor, which they must fill."""
         filled = 0
         for block in blocks:
             for start, piece in self.pieces:
@@ -194,17 +164,13 @@ def _slice(start: int, length: int) -> slice:
 
 
 class SavedState:
-    """A model, an optimizer or a strategy's state in a sharded checkpoint.
-
-    Args:
-        files: one of each rank that has written some, rank 0's first.
-    """
+    """A model, an optimizer or a strategy's state in a sharded checkpoint, of all ranks' files."""
 
     def __init__(self, files: Sequence[Path]) -> None:
+        # All but tensors, as rank 0 has written it.
         self.plan: dict[str, Any] = {}
-        """All but tensors, as rank 0 has written it."""
+        # By name, a ``SavedTensor``, or the values of a parameter's state.
         self.values: dict[str, Any] = {}
-        """By name, a ``SavedTensor``, or the values of a parameter's state."""
         for file in files:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             self.plan |= content["plan"] or {}
@@ -213,8 +179,18 @@ class SavedState:
 
     def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
         """A state dict, or a strategy's arrays, as one process would have saved them."""
+        plan, names = self.plan, self.plan["names"]
         whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
-        return _PLAIN_FORMS[self.plan["kind"]](self, whole)
+        if plan["kind"] == "model":
+            full = {name: whole(self.values[name]) for name in dict.fromkeys(names.values())}
+            plan["state"].update({key: full[name] for key, name in names.items()})
+            return plan["state"]
+        number = {name: i for i, name in enumerate(names) if name in self.values}
+        states = {name: with_tensors_of(self.values[name], whole) for name in number}
+        if plan["kind"] == "strategy":
+            return strategy_arrays(plan["counts"].numpy(), states, number)
+        of_parameters = {number[name]: state for name, state in states.items()}
+        return {"state": of_parameters | plan["other"]} | plan["rest"]
 
 
 def with_tensors_of(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -> Any:
@@ -240,14 +216,12 @@ def _merged(known: Any, value: Mapping[str, Any]) -> Any:
     return value[_PLAIN]
 
 
-def model_plan(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+def model_plan(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """A model's state dict without tensors, for rank 0's file.
 
-    Args:
-        names: by key, the name of a parameter or buffer; the same for tied ones.
+    For each key there is the name of a parameter or buffer, the same for tied ones.
     """
-    for key in names:
-        state[key] = None  # type: ignore[index]
+    state.update(dict.fromkeys(names))
     return {"kind": "model", "state": state, "names": dict(names)}
 
 
@@ -263,42 +237,6 @@ def strategy_plan(counts: np.ndarray[Any, Any], names: Sequence[str]) -> dict[st
     return {"kind": "strategy", "counts": torch.from_numpy(counts), "names": list(names)}
 
 
-def _plain_model(saved: SavedState, whole: Whole) -> OrderedDict[str, Any]:
-    state: OrderedDict[str, Any] = saved.plan["state"]
-    found: dict[str, torch.Tensor] = {}
-    for key, name in saved.plan["names"].items():
-        if name not in found:
-            found[name] = whole(saved.values[name])
-        state[key] = found[name]
-    return state
-
-
-def _plain_optimizer(saved: SavedState, whole: Whole) -> dict[str, Any]:
-    states = {
-        i: with_tensors_of(saved.values[name], whole)
-        for i, name in enumerate(saved.plan["names"])
-        if name in saved.values
-    }
-    rest: dict[str, Any] = saved.plan["rest"]
-    return {"state": states | saved.plan["other"]} | rest
-
-
-def _plain_strategy(saved: SavedState, whole: Whole) -> dict[str, Any]:
-    number = {name: i for i, name in enumerate(saved.plan["names"])}
-    found = {
-        name: with_tensors_of(saved.values[name], whole)
-        for name in saved.plan["names"]
-        if name in saved.values
-    }
-    return strategy_arrays(saved.plan["counts"].numpy(), found, number)
-
-
-_PLAIN_FORMS: dict[str, Callable[[SavedState, Whole], Any]] = {
-    "model": _plain_model,
-    "optimizer": _plain_optimizer,
-    "strategy": _plain_strategy,
-}
-
 COUNTS, TRAINED = "counts", "trained"
 
 
@@ -309,11 +247,8 @@ def strategy_arrays(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """A strategy's state as one process would save it, and ``RoundKeeper.state`` returns it.
 
-    Args:
-        counts: the state that belongs to no parameter.
-        whole: by parameter, the strategy's tensors of its shape, and whether ranks have trained it
-            since they agreed on it.
-        number: of each parameter.
+    The counts belong to no parameter. ``whole`` has by parameter the strategy's tensors of its
+    shape, and whether ranks have trained it since they agreed on it.
     """
     arrays = {
         f"{kept}.{number[name]}": t.reshape(-1).numpy()
@@ -330,13 +265,7 @@ def strategy_values(
     number: Mapping[str, int],
     shape_of: Callable[[str], Sequence[int]],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The argument ``whole`` of ``strategy_arrays``, from its result.
-
-    Args:
-        arrays: of these parameters, and perhaps of others.
-        number: of each parameter.
-        shape_of: of a parameter.
-    """
+    """The argument ``whole`` of ``strategy_arrays``, from its result, for these parameters."""
     trained = set(arrays[TRAINED].tolist())
     found = {name: {TRAINED: torch.tensor(i in trained)} for name, i in number.items()}
     names = {str(i): name for name, i in number.items()}

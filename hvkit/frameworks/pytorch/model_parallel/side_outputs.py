@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
+# Where a side output is: the name of its container, and the key there; the same on all ranks.
 OutputPath = tuple[str, Hashable]
-"""Where a side output is: the name of its container, and the key there; the same on all ranks."""
 
 # Attributes of PyTorch and of hvkit.
 _OWN = frozenset({*vars(nn.Module()), "forward", "__deepcopy__"})
+# The attributes in which a module has the hooks around its forward.
 HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward")]
-"""The attributes in which a module has the hooks around its forward."""
 # How many references to follow from a module, a hook or a forward.
 _DEEPEST = 5
 # A longer list or dict is data.
@@ -42,17 +42,14 @@ _NOTHING: Any = object()
 class _Location:
     """A place where a side output can be.
 
-    Attributes:
-        container: a dict, such as the attributes of a module; a closure cell of a function; or a
-            sequence with a list in it, such as the arguments of a partial function.
-        key: in the dict, or an index.
+    It is in a dict, such as the attributes of a module, in a closure cell of a function, or in a
+    sequence with a list in it, such as the arguments of a partial function.
     """
 
     container: dict[Any, Any] | CellType | Sequence[Any]
     key: Any
 
     def get(self) -> Any:
-        """The value, or ``_NOTHING``."""
         if isinstance(self.container, dict):
             return dict.get(self.container, self.key, _NOTHING)  # a class may have its own
         try:
@@ -76,19 +73,12 @@ class _Location:
             self.container[self.key] = value
 
 
-@dataclass(frozen=True)
-class Change:
-    """A side output of a forward.
-
-    Attributes:
-        value: the new value; for a list, its new elements.
-        appended: whether the forward has appended these to a list.
-        refilled: whether it has cleared or changed the same list before.
-    """
+class Change(NamedTuple):
+    """A new value; or elements that were appended to a list, or have refilled the same list."""
 
     value: Any
-    appended: bool = False
-    refilled: bool = False
+    appended: bool
+    refilled: bool
 
 
 class _Search:
@@ -186,12 +176,7 @@ def _same(some: Sequence[Any] | None, others: Sequence[Any] | None) -> bool:
 
 
 class SideOutputs:
-    """Finds, moves and undoes the side outputs of a model's forward.
-
-    Args:
-        model: whose forward it is.
-        paths: where to look; None for everywhere.
-    """
+    """Finds, moves and undoes what a forward changes after ``begin``, at paths or everywhere."""
 
     def __init__(self, model: nn.Module, paths: Sequence[OutputPath] | None = None) -> None:
         self._model, self.paths = model, paths
@@ -210,7 +195,6 @@ class SideOutputs:
         }
 
     def begin(self) -> None:
-        """Note the values before a forward."""
         self._entries = {}
         self._find()
         values = {path: entry.get() for path, entry in self._entries.items()}
@@ -326,13 +310,12 @@ class SideOutputs:
     def tree(self) -> list[Any]:
         """All changes since ``begin``, by path, as nested containers that ranks can send."""
         found = self.changes()
-        chosen = [found.get(path) for path in self.paths or ()]
-        return [each and _written(each) for each in chosen]
+        return [found.get(path) for path in self.paths or ()]
 
     def put_tree(self, tree: Sequence[Any]) -> None:
         """Replace what has changed since ``begin`` by what ``tree`` has returned, on any rank."""
         pairs = zip(self.paths or (), tree, strict=True)
-        changes = {path: _read(each) for path, each in pairs if each}
+        changes: dict[OutputPath, Change] = {path: each for path, each in pairs if each}
         if any(path not in self._entries for path in changes):
             self._find()
         for path, change in changes.items():
@@ -349,16 +332,6 @@ class SideOutputs:
                 _fill(now, value)  # the forward that is running has this list
             else:
                 entry.set(value)
-
-
-def _written(change: Change) -> Any:
-    """A change as a container of its value; the type of the container says how it changed."""
-    value = change.value
-    return (value,) if change.appended else {0: value} if change.refilled else [value]
-
-
-def _read(tree: Any) -> Change:
-    return Change(tree[0], isinstance(tree, tuple), isinstance(tree, dict))
 
 
 def _unchanged(leaf: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import Block, blocks_of
@@ -33,18 +34,12 @@ as_plain: Any = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(frozen=True, eq=False)
 class Slicing:
-    """How a parameter, and tensors of its shape, are divided.
+    """How a parameter, and tensors of its shape, are divided."""
 
-    Attributes:
-        placement: along the tensor axis; None if that does not divide it.
-        tensor: the mesh of that axis.
-        shards: the mesh and placements of a ``DTensor``; None for other tensors.
-        gathered: whether ``fully_shard`` has gathered its shards, between forward and backward.
-    """
-
-    placement: Placement | None = None
+    placement: Placement | None = None  # along the tensor axis
     tensor: DeviceMesh | None = None
-    shards: tuple[DeviceMesh, Sequence[Any]] | None = None
+    shards: tuple[DeviceMesh, Sequence[Any]] | None = None  # the placements of a ``DTensor``
+    # Whether ``fully_shard`` has gathered its shards, between forward and backward.
     gathered: bool = False
 
     @classmethod
@@ -65,11 +60,7 @@ class Slicing:
             return _exchange(own, self, True)
 
     def gather(self, own: torch.Tensor, purpose: str) -> torch.Tensor:
-        """The full tensor, without autograd; a collective.
-
-        Args:
-            purpose: for which its bytes are counted.
-        """
+        """The full tensor, without autograd; a collective whose bytes count for the purpose."""
         if isinstance(own, DTensor):
             count(purpose, of_allgather(own.to_local().nbytes, own.device_mesh.size()))
             own = own.full_tensor()
@@ -101,26 +92,16 @@ class Slicing:
         }
 
     def tensor_slice(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice along the tensor axis alone; a number stays as it is.
-
-        Args:
-            full: of the parameter's shape, and perhaps more dimensions.
-        """
+        """This rank's slice along the tensor axis alone; ``full`` may have more dimensions."""
         if self.tensor is None or self.placement is None or not full.dim():
             return full
         return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
 
     def blocks(self, shape: Sequence[int], p: torch.Tensor) -> list[Block]:
-        """The blocks of the full tensor that make up this rank's slice.
-
-        Args:
-            shape: of the parameter along the shard axis, and perhaps more dimensions.
-            p: the parameter.
-        """
-        if self.tensor is None:
-            return blocks_of(shape, _rows_of(p))
-        index, ways = self.tensor.get_local_rank(), self.tensor.size()
-        return blocks_of(shape, _rows_of(p), self.placement, index, ways)
+        """The blocks of the full tensor in this rank's slice; the shard axis divides the shape."""
+        tensor = self.tensor
+        axis = (tensor.get_local_rank(), tensor.size()) if tensor else (0, 1)
+        return blocks_of(shape, _rows_of(p), self.placement, *axis)
 
     def everywhere(self, t: torch.Tensor) -> Any:
         """A replicated ``DTensor`` of a tensor that all ranks hold."""
@@ -145,8 +126,7 @@ class Slicing:
     def operand(self, t: torch.Tensor, own: torch.Tensor) -> torch.Tensor | None:
         """The other operand of an operation on each element of this rank's slice; None if none.
 
-        Args:
-            t: of a shape that PyTorch broadcasts to the full tensor's, or to the slice's.
+        PyTorch broadcasts ``t`` to the shape of the full tensor, or to that of the slice.
         """
         if not t.dim() or isinstance(t, DTensor):
             return t
@@ -206,24 +186,16 @@ def divided_like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_of(own: torch.Tensor) -> tuple[int, int] | None:
-    """The first row of this rank's shard of a tensor, and the row after its last; None for all.
-
-    Raises:
-        HvkitError: the tensor is not divided as ``fully_shard`` does.
-    """
+    """The first row of this rank's shard of a tensor, and the row after its last; None for all."""
     if not isinstance(own, DTensor):
         return None
-    axes = [axis for axis, each in enumerate(own.placements) if not each.is_replicate()]
-    length = own.shape[0] if own.dim() else 0
-    if len(axes) == 1 and own.placements[axes[0]].is_shard(0):
-        each = -(-length // own.device_mesh.size(axes[0]))
-        first = min(each * own.device_mesh.get_local_rank(axes[0]), length)
-        last = min(first + each, length)
-        if last - first == own.to_local().shape[0]:
-            return first, last
+    local = own.to_local().shape
+    size, offset = compute_local_shape_and_global_offset(own.shape, own.device_mesh, own.placements)
+    if size == local and local[1:] == own.shape[1:]:
+        return offset[0], offset[0] + local[0]
     raise HvkitError(
         f"a tensor of shape {tuple(own.shape)} is divided as {own.placements}, of which this rank "
-        f"has {tuple(own.to_local().shape)}: hvkit knows equal rows only"
+        f"has {tuple(local)}: hvkit knows rows only"
     )
 
 

@@ -70,14 +70,13 @@ def _described(
     args: Any, kwargs: Any, tensor: Callable[[torch.Tensor], Hashable], plain: Any
 ) -> Hashable:
     leaves, spec = tree_flatten((args, kwargs))
-    return str(spec), tuple(
-        tensor(leaf)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, plain)
-        else repr(type(leaf))
-        for leaf in leaves
-    )
+
+    def described(leaf: Any) -> Hashable:
+        if isinstance(leaf, torch.Tensor):
+            return tensor(leaf)
+        return leaf if isinstance(leaf, plain) else repr(type(leaf))
+
+    return str(spec), tuple(map(described, leaves))
 
 
 def copied_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -87,11 +86,7 @@ def copied_call(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def samples_in(args: Any, kwargs: Any) -> int:
-    """The length of the first dimension of the first tensor that has dimensions.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The length of the first dimension of the first tensor that has dimensions."""
     for t in tensors_in((args, kwargs)):
         if t.dim():
             return t.shape[0]
@@ -109,5 +104,4 @@ def with_tensors(structure: Any, tensors: Iterable[torch.Tensor]) -> Any:
 
 def structure_of(tree: Any) -> Any:
     """A tree with a ``Slot`` in place of each tensor."""
-    make: Callable[[torch.Tensor], Slot] = lambda t: Slot()  # noqa: E731
-    return tree_map_only(torch.Tensor, make, tree)
+    return tree_map_only(torch.Tensor, lambda t: Slot(), tree)

@@ -83,17 +83,11 @@ _SLICING, _VIEWED = "_hvkit_slicing", "_hvkit_viewed"
 
 @dataclass(eq=False)
 class _Viewed:
-    """A full tensor that was gathered, and this rank's slice of it.
-
-    Attributes:
-        own: the slice.
-        full: the memory of the views; None if nothing may be written into them.
-        at: ``_now`` when both were last equal.
-    """
+    """A full tensor that was gathered, and this rank's slice of it."""
 
     own: torch.Tensor
-    full: torch.Tensor | None
-    at: tuple[int, int]
+    full: torch.Tensor | None  # the memory of the views; None if nothing may be written into them
+    at: tuple[int, int]  # ``_now`` when both were last equal
 
 
 # Counts events that may have changed slices.
@@ -404,11 +398,7 @@ def note_change() -> None:
 
 
 def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
-    """Register a hook on a gradient; ``gradients.script_hooks`` handles hooks on parameters.
-
-    Raises:
-        ValueError: ``fully_shard`` has gathered this parameter, which never gets a gradient.
-    """
+    """Register a hook on a gradient; ``gradients.script_hooks`` handles hooks on parameters."""
     slicing = slicing_of(t)
     if slicing is not None and slicing.gathered:
         raise ValueError(
