@@ -1,10 +1,11 @@
 """Shows a rank's output in whole lines and tracebacks, logs it, and keeps the last lines."""
 
 import itertools
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -75,11 +76,12 @@ _GREETING = re.compile(
 class Style:
     """How to show output."""
 
-    prefix: bool = False
-    timestamps: bool = False
-    log_dir: Path | None = None
+    prefix: bool = False  # rank and host
+    timestamps: bool = False  # when lines arrived here
+    log_dir: Path | None = None  # with a file for each rank and the launcher, see ``make_room``
+    # Those whose output is shown; log files, and the report of a failure, are of all.
     ranks: tuple[range, ...] | None = None
-    greetings: bool = False
+    greetings: bool = False  # that TensorFlow and JAX print though nothing is wrong
 
     def shows(self, rank: int) -> bool:
         """Whether this rank's output is shown."""
@@ -89,6 +91,16 @@ class Style:
     def by_line(self) -> bool:
         """Whether lines get a prefix, and so must be shown whole."""
         return self.prefix or self.timestamps
+
+
+@dataclass
+class _Unfinished:
+    """The unfinished line of a stream."""
+
+    text: bytes = b""
+    begun: bool = False  # a part was shown
+    waits: bool = False  # it has not grown since the last flush
+    since: float = math.inf
 
 
 class RankOutput:
@@ -107,39 +119,36 @@ class RankOutput:
         self._rank = rank
         self._label = f"[{rank} {host}] ".encode() if style.prefix else b""
         self._style = style
-        self._show = show if style.shows(rank) else _show_nothing
-        self._log = _log_file(style.log_dir, rank)
-        self._unfinished = {Frame.STDOUT: b"", Frame.STDERR: b""}
+        self._show = show if style.shows(rank) else lambda *_: None
+        self._log: BinaryIO | None = None
+        if style.log_dir is not None:
+            self._log = (style.log_dir / _LOG.format(f"{rank:04}")).open("wb")
+        self._unfinished = {Frame.STDOUT: _Unfinished(), Frame.STDERR: _Unfinished()}
         self._last = LastLines()
-        # The streams whose unfinished line has been shown.
-        self._begun: set[Frame] = set()
-        # The streams whose unfinished line has not grown since the last flush.
-        self._waits: set[Frame] = set()
-        # When the unfinished line of a stream began.
-        self._since: dict[Frame, float] = {}
         # The last traceback on standard error, and whether nothing has followed it there.
         self._traceback = Traceback()
         self._in_traceback = False
         # The part of it that is held back, with its prefixes.
         self._held = b""
         self._held_since = 0.0
+        # Whether Ctrl-C has ended the run: one line then replaces its tracebacks.
         self.interrupted = False
         self._interrupted_at: str | None = None
 
     def write(self, stream: Frame, data: bytes) -> None:
         """Show the lines that ``data`` completes, and keep the rest."""
         self._last.add(stream, data)
-        self._waits.discard(stream)
-        if stream in self._begun and not self._unfinished[stream] and starts_a_line(data):
+        unfinished = self._unfinished[stream]
+        unfinished.waits = False
+        if unfinished.begun and not unfinished.text and starts_a_line(data):
             data = b"\n" + data
-        lines, end, rest = separated(self._unfinished[stream] + data).rpartition(b"\n")
+        lines, end, rest = separated(unfinished.text + data).rpartition(b"\n")
         if end:
             if stream is Frame.STDERR:
                 self._take_errors(lines + end)
             else:
                 self._put(stream, lines + end)
-            self._begun.discard(stream)
-            self._since.pop(stream, None)
+            unfinished.begun, unfinished.since = False, math.inf
         if stream is Frame.STDERR and self._in_traceback:
             if b"\r" in rest or len(rest) + len(self._traceback.text) > _LONGEST_LINE:
                 self._end_traceback()
@@ -150,9 +159,9 @@ class RankOutput:
         if len(rest) > _LONGEST_LINE:
             self._put(stream, rest, b"\n" if self._style.by_line else b"")
             rest = b""
-        self._unfinished[stream] = rest
+        unfinished.text = rest
         if rest:
-            self._since.setdefault(stream, time.monotonic())
+            unfinished.since = min(unfinished.since, time.monotonic())
 
     def flush(self, *, failed: bool = False) -> None:
         """Show unfinished lines, unless lines must be shown whole, and what was held too long.
@@ -165,10 +174,10 @@ class RankOutput:
         if self._held and not failed and now - self._held_since > _HELD:
             self._release()
         if not self._style.by_line:
-            bars = {stream for stream, rest in self._unfinished.items() if b"\r" in rest}
-            slow = {stream for stream, since in self._since.items() if now - since > _HELD}
-            self._show_unfinished(bars | self._waits | slow)
-            self._waits = {stream for stream, rest in self._unfinished.items() if rest}
+            for stream, each in self._unfinished.items():
+                if each.waits or b"\r" in each.text or now - each.since > _HELD:
+                    self._show_unfinished(stream)
+                each.waits = bool(each.text)
 
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
@@ -178,7 +187,8 @@ class RankOutput:
         if drop:
             self._held = b""
         self._release()
-        self._show_unfinished(set(Frame), b"\n" if self._style.by_line else b"")
+        for stream in self._unfinished:
+            self._show_unfinished(stream, b"\n" if self._style.by_line else b"")
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -235,12 +245,11 @@ class RankOutput:
         self._in_traceback = False
         self._release()
 
-    def _show_unfinished(self, streams: Collection[Frame], end: bytes = b"") -> None:
-        for stream, rest in self._unfinished.items():
-            if rest and stream in streams and not (self._held and stream is Frame.STDERR):
-                self._put(stream, rest, end)
-                self._unfinished[stream] = b""
-                self._begun.add(stream)
+    def _show_unfinished(self, stream: Frame, end: bytes = b"") -> None:
+        unfinished = self._unfinished[stream]
+        if unfinished.text and not (self._held and stream is Frame.STDERR):
+            self._put(stream, unfinished.text, end)
+            unfinished.text, unfinished.begun = b"", True
 
     def _decorated(self, lines: bytes) -> bytes:
         if not self._style.by_line:
@@ -267,17 +276,13 @@ class RankOutput:
 
     def _release(self) -> None:
         held, self._held = self._held, b""
-        if self.interrupted and held:
-            where = interrupted_at(self._lines_of_traceback())
-            if where is not None:
-                self._interrupted_at = where
-                return
-        if held:
+        if not held:
+            return
+        where = interrupted_at(self._lines_of_traceback()) if self.interrupted else None
+        if where is None:
             self._show(Frame.STDERR, held)
-
-
-def _show_nothing(stream: Frame, data: bytes) -> None:
-    """For a rank whose output is not shown."""
+        else:
+            self._interrupted_at = where
 
 
 class LastLines:
@@ -363,7 +368,3 @@ def make_room(folder: Path) -> None:
         earlier.mkdir()
         for log in logs:
             log.rename(earlier / log.name)
-
-
-def _log_file(folder: Path | None, rank: int) -> BinaryIO | None:
-    return None if folder is None else (folder / _LOG.format(f"{rank:04}")).open("wb")

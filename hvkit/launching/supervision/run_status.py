@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Required
 
@@ -63,15 +63,16 @@ class RankState(RankReport):
 class RunState:
     """A run at one moment."""
 
-    command: str = ""
-    phase: str = "checks the hosts"
+    command: str = ""  # as a shell's line, without the folders of its program and script
+    phase: str = "checks the hosts"  # while it has no ranks
     restarts: int = 0
-    reason: str = ""
-    size: int | None = None
-    saved: int | None = None
+    reason: str = ""  # why the ranks ended last; empty if they have not, or have ended well
+    size: int | None = None  # the number of ranks to start; None before the hosts are chosen
+    saved: int | None = None  # the step of the newest checkpoint
     ranks: Sequence[RankState] = ()
 
 
+@dataclass
 class RunStatus:
     """The newest state of this process's run, over all tries.
 
@@ -79,11 +80,10 @@ class RunStatus:
     thread of ``serve`` may read at any time.
     """
 
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self.now = RunState()
-        self.saved_in: dict[str, int] = {}
-        self.timeline: Timeline | None = None
+    now: RunState = RunState()
+    saved_in: dict[str, int] = field(default_factory=dict)  # the last steps, by directory
+    timeline: Timeline | None = None  # gets the spans of all ranks
+    begun: float = field(default_factory=time.monotonic)
 
     @property
     def last_saved(self) -> int | None:
@@ -97,7 +97,7 @@ class RunStatus:
     def read(self) -> dict[str, Any]:
         """The state, the moment ``read_at``, and the ``seconds`` since the run began."""
         now = time.monotonic()
-        return {**vars(self.now), "read_at": now, "seconds": now - self._begun}
+        return {**vars(self.now), "read_at": now, "seconds": now - self.begun}
 
 
 class RankReports:
@@ -115,7 +115,11 @@ class RankReports:
         return self._kept[-1][1] if self._kept else {}
 
     def take(self, report: RankReport, made: float, arrived: float, monotonic: float) -> None:
-        """Keep a report, with its second as ``at``, as of ``time.monotonic``."""
+        """Keep a report, with its second as ``at``, as of ``time.monotonic``.
+
+        ``made`` is by the clock of the rank's host, ``arrived`` by this one's; ``monotonic`` is the
+        same moment, as of ``time.monotonic``.
+        """
         self._delays.append(arrived - made)
         self._arrived = arrived
         second = round(made + min(self._delays))
@@ -210,10 +214,10 @@ def running() -> list[int]:
     except (OSError, HvkitError):
         return []
     begun = {}
-    for each in found:
+    for each in filter(_answers, found):
         with contextlib.suppress(FileNotFoundError):  # it has just ended
-            begun[each] = each.stat().st_mtime
-    return [int(each.name) for each in sorted(begun, key=lambda e: -begun[e]) if _answers(each)]
+            begun[int(each.name)] = each.stat().st_mtime
+    return sorted(begun, key=lambda process: -begun[process])
 
 
 def read(process: int) -> dict[str, Any]:
@@ -251,13 +255,11 @@ def _answers(path: Path) -> bool:
 
 
 def _connected(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
+    with contextlib.ExitStack() as on_error:
+        connection = on_error.enter_context(socket.socket(socket.AF_UNIX))
         connection.settimeout(_ANSWERS_WITHIN)
         connection.connect(str(path))
-    except BaseException:
-        connection.close()
-        raise
+        on_error.pop_all()
     return connection
 
 

@@ -8,7 +8,6 @@ byte for byte: it may be cut anywhere, and need not be text.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import select
@@ -16,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -40,10 +40,8 @@ class Screen:
         # unfinished is there for the other, too.
         self._one = _same_file(1, 2)
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
-        # By target: the writer of its unfinished line, and the stream.
-        self._open: dict[int, tuple[object, int]] = {}
-        # Of these, targets where what is unfinished is a progress bar.
-        self._bars: set[int] = set()
+        # By target: the writer of its unfinished line, the stream, whether it is a progress bar.
+        self._open: dict[int, tuple[object, int, bool]] = {}
 
     def show(self, stream: Frame, data: bytes, writer: object = None) -> None:
         """Write bytes to a stream.
@@ -54,12 +52,19 @@ class Screen:
         file = 1 if stream is Frame.STDOUT else 2
         target = self._target(file)
         with self._locks[target]:
-            of_another = self._open.get(target) not in (None, (writer, file))
-            if of_another and self._stands_apart(target, file, writer, data):
-                self._end_line(target)
+            before = self._open.get(target)
+            if before is not None and before[:2] != (writer, file):
+                apart = writer is None or before[2] or os.isatty(file)
+                if apart and not _DRAWS_OVER.match(data):
+                    self._end_line(target)
+                before = None
             _write(file, data)
-            if data:
-                self._note_end(target, (writer, file), data)
+            _, end_of_line, rest = data.rpartition(b"\n")
+            if rest:
+                in_bar = before is not None and before[2] and not end_of_line
+                self._open[target] = (writer, file, in_bar or b"\r" in rest)
+            elif data:
+                self._open.pop(target, None)
 
     def end_line(self) -> None:
         """Begin a line of this process's own on standard error."""
@@ -74,26 +79,9 @@ class Screen:
         with contextlib.suppress(BrokenPipeError):
             self.show(Frame.STDERR, "".join(f"{line}\n" for line in lines).encode())
 
-    def _stands_apart(self, target: int, file: int, writer: object, data: bytes) -> bool:
-        """Whether data begins a new line after the unfinished line of another writer."""
-        apart = writer is None or target in self._bars or os.isatty(file)
-        return apart and not _DRAWS_OVER.match(data)
-
-    def _note_end(self, target: int, whose: tuple[object, int], data: bytes) -> None:
-        """Note what the written bytes have left unfinished."""
-        _, end_of_line, rest = data.rpartition(b"\n")
-        if end_of_line or self._open.get(target) != whose:
-            self._open.pop(target, None)
-            self._bars.discard(target)
-        if rest:
-            self._open[target] = whose
-            if b"\r" in rest:
-                self._bars.add(target)
-
     def _end_line(self, target: int) -> None:
         if target in self._open:
             _write(self._open.pop(target)[1], b"\n")
-            self._bars.discard(target)
 
     def _target(self, file: int) -> int:
         return 1 if self._one else file
@@ -123,6 +111,7 @@ def _write(file: int, data: bytes) -> None:
             select.select([], [file], [])
 
 
+@dataclass
 class LauncherOutput:
     """The launcher's own output, with what ssh and agents print, which it passes on.
 
@@ -131,55 +120,48 @@ class LauncherOutput:
     all.
     """
 
-    def __init__(
-        self,
-        write: Callable[..., None],
-        show: Callable[..., None],
-        ends: Callable[[], bool],
-        log_dir: Path | None,
-    ) -> None:
-        self._write = write
-        self._show = functools.partial(show, writer="launcher")
-        self._ends = ends
-        self._log_dir = log_dir
-        self._log: BinaryIO | None = None
-        self._kept: list[tuple[Frame, bytes]] = []
-        self._readers: list[threading.Thread] = []
+    write: Callable[..., None]  # calls what writes, in order with the output of ranks
+    show: Callable[..., None]  # called with the stream, the bytes and the writer
+    ends: Callable[[], bool]  # whether the run ends, so that further output is kept back
+    log_dir: Path | None
+    log: BinaryIO | None = None
+    kept: list[tuple[Frame, bytes]] = field(default_factory=list)
+    readers: list[threading.Thread] = field(default_factory=list)
 
     def read(self, stream: Frame, pipe: IO[bytes]) -> None:
         """Read a stream of the launcher to its end, in a thread."""
-        self._readers.append(threads.start("hvkit-launcher-output", self._read, stream, pipe))
+        self.readers.append(threads.start("hvkit-launcher-output", self._read, stream, pipe))
 
     def finish(self, seconds: float) -> None:
         """Wait for the end of both streams, for a limited time: ssh may keep them open."""
         deadline = time.monotonic() + seconds
-        for reader in self._readers:
+        for reader in self.readers:
             reader.join(max(0.0, deadline - time.monotonic()))
-        if self._log is not None:
-            self._write(self._log.close)
+        if self.log is not None:
+            self.write(self.log.close)
 
     def show_kept(self) -> None:
         """Show what was kept back: the launcher is to blame."""
-        kept, self._kept = self._kept, []
+        kept, self.kept = self.kept, []
         for each in kept:
-            self._write(self._show, *each)
+            self.write(self.show, *each, "launcher")
 
     def _read(self, stream: Frame, pipe: IO[bytes]) -> None:
         with pipe:
             while data := os.read(pipe.fileno(), _READ):
-                self._write(self._write_log, data)
-                if not self._ends():
-                    self._write(self._show, stream, data)
-                elif sum(len(each) for _, each in self._kept) < _KEPT:
-                    self._kept.append((stream, data))
+                self.write(self._write_log, data)
+                if not self.ends():
+                    self.write(self.show, stream, data, "launcher")
+                elif sum(len(each) for _, each in self.kept) < _KEPT:
+                    self.kept.append((stream, data))
 
     def _write_log(self, data: bytes) -> None:
-        if self._log_dir is None:
+        if self.log_dir is None:
             return
-        if self._log is None:
-            self._log = (self._log_dir / LAUNCHER_LOG).open("wb")
-        if not self._log.closed:  # by ``finish``
-            write_log(self._log, data)
+        if self.log is None:
+            self.log = (self.log_dir / LAUNCHER_LOG).open("wb")
+        if not self.log.closed:  # by ``finish``
+            write_log(self.log, data)
 
 
 def write_log(log: BinaryIO, data: bytes) -> None:

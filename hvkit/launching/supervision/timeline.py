@@ -34,21 +34,20 @@ class HostClock:
     """How far another host's clock is ahead of this one's."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, float] = {}
-        self._number = 0
+        self._asked = (0, math.inf)  # the last request's number and time
         self._answers: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
 
     def ask(self, now: float) -> int:
         """Note the time of a request; return its number."""
-        self._number += 1
-        self._asked = {self._number: now}
-        return self._number
+        self._asked = (self._asked[0] + 1, now)
+        return self._asked[0]
 
     def answered(self, number: int, clock: float, now: float) -> None:
         """Use a reply: the time on the other clock, and on this one when it arrived."""
-        asked = self._asked.pop(number, None)
-        if asked is not None:
+        last, asked = self._asked
+        if number == last and asked <= now:
             self._answers.append((now - asked, clock - (asked + now) / 2))
+            self._asked = (last, math.inf)
 
     @property
     def ahead(self) -> float | None:
