@@ -39,26 +39,30 @@ class Failure:
 
     rank: int
     host: str
-    status: int | None
-    at: float
-    problem: str | None = None
-    last_lines: tuple[str, ...] = ()
+    status: int | None  # negative for a signal; None if none arrived
+    at: float  # seconds of this host's monotonic clock
+    problem: str | None = None  # if not in the command itself
+    last_lines: tuple[str, ...] = ()  # as far as they may explain why it ended
     all_last_lines: tuple[str, ...] = ()
-    traceback: tuple[str, ...] = ()
-    refused: bool = False
-    stopped: bool = False
-    lost: bool = False
+    traceback: tuple[str, ...] = ()  # at the end of standard error; empty if something follows
+    refused: bool = False  # hvkit has raised its exception, because of a wrong argument
+    stopped: bool = False  # it was being ended when it ended
+    lost: bool = False  # its host stopped answering
+
+    @property
+    def text(self) -> str:
+        """All lines that are known of it."""
+        return "\n".join([*self.all_last_lines, *self.last_lines])
 
     @property
     def is_consequence(self) -> bool:
         """Whether its last lines blame another rank."""
-        return _blames_another([*self.all_last_lines, *self.last_lines])
+        return _blames_another(self.text)
 
     def is_same_as(self, other: "Failure") -> bool:
         """Whether both ranks ended with the same error, which only one of them may have shown."""
-        shown = re.compile(rf"{_SAME} \w+ as rank {other.rank}\b")
-        shown_there = any(map(shown.search, [*self.all_last_lines, *self.last_lines]))
-        return shown_there or (bool(self.error) and self.error == other.error)
+        shown_there = re.search(rf"{_SAME} \w+ as rank {other.rank}\b", self.text)
+        return bool(shown_there) or (bool(self.error) and self.error == other.error)
 
     @property
     def error(self) -> str:
@@ -96,7 +100,9 @@ class Failure:
         if self.status is None:
             return f"{who} vanished: it and its watcher died without an exit status"
         if self.status < 0:
-            return f"{who} was killed by signal {-self.status} ({_name(-self.status)})"
+            names = {number.value: number.name for number in signal.Signals}
+            name = names.get(-self.status, "unknown")
+            return f"{who} was killed by signal {-self.status} ({name})"
         return f"{who} ended with exit status {self.status}"
 
 
@@ -150,14 +156,12 @@ def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
 
     def is_needless(failure: Failure) -> bool:
         traceback = failure.traceback
-        if not traceback:
-            return False
-        if failure is first:
-            return bool(shown)
+        if not traceback or failure is first:
+            return bool(traceback and shown)
         if shown and _messages(traceback) == _messages(shown):
             return True
         # Lines after the exception's may be the script's own.
-        return bool(_EXCEPTION.match(traceback[-1])) and _blames_another(traceback)
+        return bool(_EXCEPTION.match(traceback[-1])) and _blames_another("\n".join(traceback))
 
     return {failure.rank for failure in failures if is_needless(failure)}
 
@@ -175,8 +179,7 @@ def in_one_line(
     return f"{_described(first, failures, other_hosts)}{error}"
 
 
-def _blames_another(lines: Sequence[str]) -> bool:
-    text = "\n".join(lines)
+def _blames_another(text: str) -> bool:
     return any(name in text for name in _CONSEQUENCES)
 
 
@@ -186,11 +189,9 @@ def _messages(traceback: Sequence[str]) -> list[str]:
 
 
 def _described(first: Failure, failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
-    return _lost(failures, other_hosts) if first.lost else first.describe()
-
-
-def _lost(failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
-    """Which hosts stopped answering, with their ranks, and the likely reason."""
+    """What happened; if hosts were lost, which with their ranks, and the likely reason."""
+    if not first.lost:
+        return first.describe()
     ranks: dict[str, list[int]] = {}
     for failure in failures:
         if failure.lost:
@@ -200,10 +201,3 @@ def _lost(failures: Sequence[Failure], other_hosts: Collection[str]) -> str:
         return f"no sign of life from any other host: {listed}: this host's network is down"
     hosts = "they" if len(ranks) > 1 else "it"
     return f"no sign of life from {listed}: {hosts} or the network is down"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

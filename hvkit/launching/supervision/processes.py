@@ -40,7 +40,10 @@ def reap_adopted(child: int) -> None:
 
 
 def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
-    """For ``preexec_fn``: the child gets this signal when the thread that started it ends."""
+    """For ``preexec_fn``: the child gets this signal when the thread that started it ends.
+
+    ``parent`` is the process that the thread belongs to; None for this one.
+    """
     parent = os.getpid() if parent is None else parent
 
     def arrange() -> None:
@@ -54,7 +57,12 @@ def ends_with_parent(number: signal.Signals, parent: int | None = None) -> Calla
 def end_descendants(
     seconds_left: Callable[[], float] | None = None, leader: int | None = None
 ) -> None:
-    """End all processes below this one."""
+    """End all processes below this one.
+
+    ``seconds_left`` says how long they still have to end after SIGTERM, which may change while this
+    function waits; without it they get SIGKILL at once. The ``leader`` among them needs the
+    processes below it, such as the workers of a data loader: they get SIGTERM when it has ended.
+    """
     if seconds_left is not None and seconds_left() > 0:
         below = _below(leader)
         others = [each for each in _descendants() if each.pid not in below]
@@ -68,14 +76,19 @@ def end_descendants(
     for _ in range(_ROUNDS):
         if not (running := [process for process in _descendants() if _runs(process)]):
             return
-        _wait_for(_send(running, signal.SIGKILL), 0.5)
+        killed, deadline = _send(running, signal.SIGKILL), time.monotonic() + 0.5
+        while time.monotonic() < deadline and any(map(_runs, killed)):
+            time.sleep(_POLL)
 
 
 def interrupt(leader: int) -> None:
     """Send SIGINT to a child and all of its process group below this process, as Ctrl-C would."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(leader)
-        _send([each for each in _descendants() if _group(each) == group], signal.SIGINT)
+        for each in _descendants():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(each.pid) == group:
+                    _send([each], signal.SIGINT)
 
 
 def end_remote_launcher(started_by_it: int) -> None:
@@ -113,13 +126,6 @@ def _below(leader: int | None) -> set[int]:
     return set()
 
 
-def _group(process: psutil.Process) -> int | None:
-    try:
-        return os.getpgid(process.pid)
-    except ProcessLookupError:
-        return None
-
-
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> list[psutil.Process]:
     """Send a signal to processes; return those that got it."""
     reached = []
@@ -129,13 +135,6 @@ def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> list[p
             process.send_signal(number)
             reached.append(process)
     return reached
-
-
-def _wait_for(processes: Sequence[psutil.Process], seconds: float) -> None:
-    """Wait until they have ended, without reaping them."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(map(_runs, processes)):
-        time.sleep(_POLL)
 
 
 def _runs(process: psutil.Process) -> bool:

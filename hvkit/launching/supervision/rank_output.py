@@ -182,9 +182,10 @@ class RankOutput:
     def close(self, *, drop: bool = False) -> None:
         """Show unfinished lines and what is held back, and close the log file.
 
-        ``drop`` drops a traceback that is held back, since the report shows it.
+        ``drop`` drops a traceback that is held back, since the report shows it. After Ctrl-C one
+        line replaces those that it has caused.
         """
-        if drop:
+        if drop and not self.interrupted:
             self._held = b""
         self._release()
         for stream in self._unfinished:
@@ -192,16 +193,10 @@ class RankOutput:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def close_interrupted(self) -> None:
-        """As ``close``, after Ctrl-C: one line replaces the tracebacks that it has caused."""
-        self.interrupted = True
-        self.close()
-        if self._interrupted_at is None:
-            return
-        said = f"hvkit: {interrupted(self._rank, self._interrupted_at)}"
-        if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
-            self._show(Frame.STDERR, self._decorated(said.encode()) + b"\n")
+        if self._interrupted_at is not None:
+            said = f"hvkit: {interrupted(self._rank, self._interrupted_at)}"
+            if not any(line.startswith(said.partition(" (")[0]) for line in self._last.all()):
+                self._show(Frame.STDERR, self._decorated(said.encode()) + b"\n")
 
     def last_lines(self) -> list[str]:
         """The last lines of both streams that explain why the rank ends; a traceback is whole."""

@@ -70,22 +70,23 @@ class Supervisor:
     size: int
     key: bytes
     style: Style
-    lost_after: float | None
-    changed: Callable[[], None]
-    all_ended: bool = False
-    problem: OSError | None = None
+    lost_after: float | None  # seconds without an acknowledgement; None for never
+    changed: Callable[[], None]  # called in the thread that has noticed something new
+    all_ended: bool = False  # the exit status of every rank is known
+    problem: OSError | None = None  # why something cannot be written; nothing more is written
     host_lost: bool = False
-    failures: list[Failure] = field(default_factory=list)
-    saved: int | None = None
+    failures: list[Failure] = field(default_factory=list)  # as they became known
+    saved: int | None = None  # the step of the newest checkpoint that was saved or resumed
+    # The step at which the ranks have resumed, 0 for the beginning; None if they have not looked.
     resumed: int | None = None
-    step: int = 0
-    replicas: bool = False
-    cause: str = ""
-    terminated: dict[int, str] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
-    status: RunStatus = field(default_factory=RunStatus)
-    call: Path | None = None
-    ranks: dict[int, _Rank] = field(default_factory=dict)
+    step: int = 0  # the last that a rank has begun
+    replicas: bool = False  # hosts hold checkpoints in memory
+    cause: str = ""  # why the ranks have ended the run together
+    terminated: dict[int, str] = field(default_factory=dict)  # that got SIGTERM, with their hosts
+    left: set[int] = field(default_factory=set)  # that have saved after SIGTERM, and ended
+    status: RunStatus = field(default_factory=RunStatus)  # over all tries
+    call: Path | None = None  # the folder of the function that ranks run
+    ranks: dict[int, _Rank] = field(default_factory=dict)  # that have connected so far
     screen: Screen = field(default_factory=Screen)
     _grace: float | None = None
     _interrupted: bool = False
@@ -99,9 +100,8 @@ class Supervisor:
         """Listen on an address, ``None`` for all, and return the port."""
         self._listener = Listener(address, self.key)
         # Accepted sockets inherit the size.
-        self._listener.socket.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVBUF, protocol.RECEIVE_BUFFER
-        )
+        size = protocol.RECEIVE_BUFFER
+        self._listener.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
         threads.start("hvkit-listener", self._listener.serve, self._serve)
         threads.start("hvkit-unfinished-lines", self._show_unfinished_lines)
         if self.status.timeline is not None:
@@ -194,10 +194,7 @@ class Supervisor:
         self._ends.set()
         self._listener.close()
         for rank in list(self.ranks.values()):
-            if self._interrupted:
-                self.write(rank.output.close_interrupted)
-            else:
-                self.write(functools.partial(rank.output.close, drop=rank.number in reported))
+            self.write(functools.partial(rank.output.close, drop=rank.number in reported))
 
     def hang_up(self) -> None:
         """Close the connections to agents that are left."""
@@ -271,6 +268,7 @@ class Supervisor:
             try:
                 show = functools.partial(self.screen.show, writer=number)
                 output = RankOutput(number, host, self.style, show)
+                output.interrupted = self._interrupted
             except OSError as problem:
                 self._cannot_write(problem)
                 return None

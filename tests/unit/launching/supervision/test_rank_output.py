@@ -345,7 +345,8 @@ def test_after_ctrl_c_a_line_stands_for_the_tracebacks_and_nothing_else_is_lost(
     interrupted = b"Process Worker-1:\n" + TRACEBACK % b"KeyboardInterrupt"
     rank = output_of(shown, interrupted, LINK + TRACEBACK % b"RuntimeError", **style)
     rank.write(OUT, b"saved\n")
-    rank.close_interrupted()
+    rank.interrupted = True
+    rank.close()
     begin = b"[3 node2] " if style else b""
     assert shown == [
         (ERR, begin + b"Process Worker-1:\n"),
@@ -359,7 +360,8 @@ def test_a_rank_that_says_itself_where_ctrl_c_came_says_it_once(shown):
     rank.interrupted = True
     said = b"hvkit: rank 3 was interrupted (train.py:7)\n"
     rank.write(ERR, TRACEBACK % b"KeyboardInterrupt" + said)
-    rank.close_interrupted()
+    rank.interrupted = True
+    rank.close()
     assert shown == [(ERR, said)]
 
 
@@ -370,5 +372,6 @@ def test_after_ctrl_c_all_that_a_script_says_itself_is_shown(shown):
     said = list(itertools.product((OUT, ERR), lines))
     for each in said:
         rank.write(*each)
-    rank.close_interrupted()
+    rank.interrupted = True
+    rank.close()
     assert shown == [*said, (ERR, b"hvkit: rank 3 was interrupted (/a/train.py:3)\n")]
