@@ -9,20 +9,6 @@ handlers, where each would appear twice. The reason why a run ends always goes t
 """
 
 import logging
-import sys
-
-
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stderr`` is at that moment: notebooks and tests replace it."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter("hvkit: %(message)s"))
-
-    @property
-    def stream(self):  # type: ignore[no-untyped-def]
-        return sys.stderr
-
 
 logger = logging.getLogger("hvkit")
 # A script may have configured the logger before it imported hvkit.
@@ -30,7 +16,10 @@ if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 if not logger.handlers:
     logger.propagate = False
-    logger.addHandler(_Stderr())
+    # Writes to what sys.stderr is at that moment: notebooks and tests replace it.
+    _stderr = logging._StderrHandler()  # type: ignore[attr-defined]
+    _stderr.setFormatter(logging.Formatter("hvkit: %(message)s"))
+    logger.addHandler(_stderr)
 
 
 def printable(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import sys
 import threading
 import weakref
@@ -98,7 +99,7 @@ class Client:
 
 
 _client: Client | None = None
-_models = 0
+_numbers = itertools.count(1)  # of models
 # By queue: the last iteration in which this rank has taken a batch.
 _iterations: dict[int, int] = {}
 # The queues for which ranks have differed.
@@ -150,8 +151,6 @@ class Exchange:
         self._client = _client
         self._strategy = strategy
         self._number: int | None = None
-        # Dtype and length of each vector.
-        self._layout: list[tuple[Any, int]] = []
         self._drop: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -160,19 +159,16 @@ class Exchange:
 
     def add(self, weights: list[Array]) -> None:
         """Serve vectors with rank 0's values, behind those that were added before; a collective."""
-        global _models
         collectives.gather(_STEP, None)  # from here on no rank trains
         server = self._client.server
         if self._number is None:
-            _models += 1
-            self._number = collectives.from_rank(0, _models)
+            self._number = collectives.from_rank(0, next(_numbers))
             if server:
                 server.begin(self._number, weights, self._strategy)
             self._drop = weakref.finalize(self, self._client.dropped.append, self._number)
             self._drop.atexit = False
         elif server:
             server.extend(self._number, weights)
-        self._layout += [(each.dtype, each.size) for each in weights]
         collectives.gather(_STEP, None)  # until the server has the vectors
 
     def exchange(self, changes: list[Array]) -> list[Array]:
@@ -180,17 +176,14 @@ class Exchange:
         assert self._number is not None
         return self._client.request(PUSH, changes, self._number)
 
-    def read(self) -> list[Array]:
-        """The server's weights, the same on every rank; a collective.
+    def read(self, like: list[Array]) -> list[Array]:
+        """The server's weights, arrays like these, the same on every rank; a collective.
 
         Every rank must have waited for all others since its last exchange.
         """
         assert self._number is not None
         server = self._client.server
-        if server:
-            weights = server.read(self._number)
-        else:
-            weights = [np.empty(length, dtype) for dtype, length in self._layout]
+        weights = server.read(self._number) if server else [np.empty_like(each) for each in like]
         engine = runtime.any_engine()
         return [
             engines.broadcast_in_pieces(engine, each.view(np.uint8), 0, "weights").view(each.dtype)

@@ -96,6 +96,8 @@ class Server:
         self._failed = failed
         self._wake.set()
         self._thread.join(1 if failed else None)
+        if not failed:  # it may have ended just before the last answers were there
+            self._send_answers()
 
     def _raise_if_lost(self) -> None:
         if self._lost:

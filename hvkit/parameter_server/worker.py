@@ -66,8 +66,8 @@ class ServerKeeper(LocalWeightsKeeper):
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
             lists = self.weights.by_dtype(new)
-            values = {i: self.weights.to_numpy(self.weights.read(i)) for i in new} | self._resumed
-            self._exchange.add([np.concatenate([values[i] for i in each]) for each in lists])
+            found = {i: self._joined([i]) for each in lists for i in each} | self._resumed
+            self._exchange.add([np.concatenate([found[i] for i in each]) for each in lists])
         self._vectors += [_Vector(numbers, self._joined(numbers)) for numbers in lists]
         self._served.update(new)
         for i in new:
@@ -117,8 +117,8 @@ class ServerKeeper(LocalWeightsKeeper):
     def _show_agreed(self) -> None:
         self._shown = dict(self._resumed)
         if self._exchange.begun:
-            served = zip(self._vectors, self._exchange.read(), self._unsent, strict=True)
-            for vector, values, unsent in served:
+            read = self._exchange.read([each.read for each in self._vectors])
+            for vector, values, unsent in zip(self._vectors, read, self._unsent, strict=True):
                 self._shown.update(self._split(vector, values + unsent))
         for i, value in self._shown.items():
             self.weights.show(i, self.weights.from_numpy(value, i))

@@ -144,10 +144,11 @@ class Agreements:
     def finish(self, agreement: Agreement) -> Vector:
         """Wait for an agreement, keep its state, and return the values of the next round."""
         values, state = agreement.exchanges.result()
-        parts = {name: self.split(agreement.numbers, each) for name, each in state.items()}
-        for at, i in enumerate(agreement.numbers):
-            self._state[i] = {name: each[at][1] for name, each in parts.items()}
-        self.commit(agreement.numbers)
+        numbers = agreement.numbers
+        parts = {name: self._weights.split(each, numbers) for name, each in state.items()}
+        for at, i in enumerate(numbers):
+            self._state[i] = {name: each[at] for name, each in parts.items()}
+        self.commit(numbers)
         return values
 
     def commit(self, numbers: Iterable[int]) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 from hvkit.communication.group import Group
 from hvkit.errors import ranks_text
-from hvkit.registry import framework_of
 from hvkit.sync.port import Keeper, Record
+
+T = TypeVar("T")
 
 # Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
 _models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
@@ -44,22 +45,20 @@ def record(
 def refuse_groups(call: str, things: Iterable[Any]) -> None:
     """Raise if only some ranks train one of these, or a part; ``call`` would count them as all."""
     for thing in things if _groups else ():
-        if (group := _group_of(thing)) is not None:
+        for group in _known(_groups, thing):
             raise ValueError(
                 f"{call} is for what all ranks train together, but {type(thing).__name__} is "
                 f"trained by {ranks_text(group.members)} as a group"
             )
 
 
-def _group_of(thing: Any) -> Group | None:
-    """The ranks that train a model, a part of it, or with an optimizer, if these are not all."""
-    weights = set(map(id, _weights_of(_plain(thing)))) if framework_of(thing) else set()
-    for other, group in list(_groups.items()):
-        if other is _plain(thing):
-            return group
-        if framework_of(other) and not weights.isdisjoint(map(id, _weights_of(other))):
-            return group
-    return None
+def _known(values: WeakKeyDictionary[Any, T], thing: Any) -> list[T]:
+    """The value of a model or an optimizer, or those of models that share weights with it."""
+    thing, known = _plain(thing), list(values.items())
+    if found := [value for other, value in known if other is thing]:
+        return found
+    weights = set(map(id, _weights_of(thing)))
+    return [value for other, value in known if not weights.isdisjoint(map(id, _weights_of(other)))]
 
 
 # How ranks begin to train models together that had no weights yet in ``distribute``.
@@ -78,18 +77,10 @@ def is_distributed(model_or_optimizer: Any) -> bool:
 
 def keepers_of(model: Any) -> list[Keeper]:
     """The keepers of a model, and of those that share weights with it; every rank must call it."""
-    plain = _plain(model)
-    if (reference := _unbuilt.get(plain)) is not None and (begin := reference()) is not None:
+    reference = _unbuilt.get(_plain(model))
+    if reference is not None and (begin := reference()) is not None:
         begin()
-    if plain in _models:
-        found = [_models[plain]]
-    else:
-        weights = set(map(id, _weights_of(plain)))
-        found = [
-            keeper
-            for other, keeper in list(_models.items())
-            if not weights.isdisjoint(map(id, _weights_of(other)))
-        ]
+    found = _known(_models, model)
     return [keeper for each in found if each is not None and (keeper := each()) is not None]
 
 
@@ -97,7 +88,8 @@ def _weights_of(model: Any) -> list[Any]:
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.layers.Layer):  # on PyTorch also a module
         return [w._value for w in model.weights if getattr(w, "_value", None) is not None]
-    if hasattr(model, "parameters"):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
         return list(model.parameters())
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(model, nnx.Module):

@@ -188,11 +188,18 @@ class RoundKeeper(LocalWeightsKeeper):
         set_by_script = [each.set_by_script for each in summaries]
         self._agree_on_set_weights(self.weights.step_call, set_by_script)
 
-    def _agree(self, number: int, weights: Sequence[int]) -> None:
+    def _agree(self, number: int, weights: Sequence[int], *, ends_training: bool = False) -> None:
         """End the round of some weights of an optimizer; a collective."""
         for together in pieces(self.weights, weights):
-            agreed = self._agreements.finish(self._start(number, together))
-            self._agreements.write(together, agreed)
+            if ends_training and not self.strategy.same_weights:
+                agreement = self._start(number, together, self.strategy.settle)
+                self._agreements.write(together, agreement.exchanges.result())
+                self._agreements.commit(together)
+                for i in together:
+                    self._agreements.set_anchor(i)
+            else:
+                agreed = self._agreements.finish(self._start(number, together))
+                self._agreements.write(together, agreed)
 
     def arrive(self, numbers: Container[int] | None = None) -> None:
         """Wait for agreements that overlap, on any of these weights or all; a collective."""
@@ -233,22 +240,11 @@ class RoundKeeper(LocalWeightsKeeper):
             updated = optimizer.updates()
             self._add_pending(updated)
             if optimizer.steps or not self.strategy.same_weights:
-                self._agree_at_the_end(number, sorted(updated & self._trained))
+                self._agree(number, sorted(updated & self._trained), ends_training=True)
                 self._trained.difference_update(updated)
             optimizer.steps = 0
         self._average_statistics(keep=True)
         self._ended_at = self._taken()
-
-    def _agree_at_the_end(self, number: int, weights: Sequence[int]) -> None:
-        if self.strategy.same_weights:
-            self._agree(number, weights)
-        else:
-            for together in pieces(self.weights, weights):
-                agreement = self._start(number, together, self.strategy.settle)
-                self._agreements.write(together, agreement.exchanges.result())
-                self._agreements.commit(together)
-                for i in together:
-                    self._agreements.set_anchor(i)
 
     def _taken(self) -> list[int]:
         return [optimizer.taken for optimizer in self._optimizers]

@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,49 +45,18 @@ _RECEIVED = 2
 _LARGE = 1 << 20
 
 
-class HostCollectives(ABC):
-    """This rank's number, and collectives on flat arrays that all ranks call in one order."""
-
-    library: str  # the one that finds the ranks, for messages
-    uses_mpi: bool
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-    @abstractmethod
-    def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
-        """Return rank ``root``'s array; every rank passes one of the same length."""
-
-    @abstractmethod
-    def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
-        """Reduce by ``"sum"``, ``"min"`` or ``"max"`` an array of one length and dtype."""
-
-    @abstractmethod
-    def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
-
-    @abstractmethod
-    def wait_for_the_end(self) -> None:
-        """Wait until all ranks call this, whatever else they may have called before.
-
-        If another rank has died, it raises RankLostError; with MPI the launcher ends this one.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Send no more; after ``wait_for_the_end``."""
-
-
-def of_this_launch() -> HostCollectives:
+def of_this_launch() -> MpiCollectives | TcpCollectives:
     """The collectives of the ranks that a launcher has started; a collective itself."""
     if all(os.environ.get(each) for each in _STORE):
         return TcpCollectives()
     return MpiCollectives()
 
 
-class MpiCollectives(HostCollectives):
-    """Through mpi4py, which starts MPI unless it runs already."""
+class MpiCollectives:
+    """This rank's numbers, and collectives on flat arrays that all ranks call in one order.
+
+    They go through mpi4py, which starts MPI unless it runs already.
+    """
 
     library = "mpi4py"
     uses_mpi = True
@@ -103,36 +71,40 @@ class MpiCollectives(HostCollectives):
         self.local_rank, self.local_size = host.rank, host.size
 
     def broadcast(self, array: NDArray[Any], root: int) -> NDArray[Any]:
+        """Return rank ``root``'s array; every rank passes one of the same length."""
         data = array.copy()
-        self._wait(self._communicator.Ibcast(self._bytes(data), root=root))
+        self._wait(self._communicator.Ibcast(data, root=root))
         return data
 
     def allreduce(self, array: NDArray[Any], op: str) -> NDArray[Any]:
+        """Reduce by ``"sum"``, ``"min"`` or ``"max"`` an array of one length and dtype."""
         result = np.empty_like(array)
         operation = getattr(self._mpi, op.upper())
         self._wait(self._communicator.Iallreduce(array, result, op=operation))
         return result
 
     def allgather(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return all ranks' bytes, one after the other in rank order; lengths may differ."""
         length = np.array([array.size], np.int64)
         lengths = np.empty(self.size, np.int64)
         self._wait(self._communicator.Iallgather(length, lengths))
         result = np.empty(lengths.sum(), array.dtype)
         starts = np.cumsum(lengths) - lengths
-        into = [result, lengths.tolist(), starts.tolist(), self._mpi.BYTE]
-        self._wait(self._communicator.Iallgatherv(self._bytes(array), into))
+        into = [result, (lengths.tolist(), starts.tolist())]
+        self._wait(self._communicator.Iallgatherv(array, into))
         return result
 
     def wait_for_the_end(self) -> None:
+        """Wait until all ranks call this, whatever else they may have called before.
+
+        If another rank has died, the launcher ends this one.
+        """
         request = self._of_the_end.Ibarrier()
         while not request.Test():
             time.sleep(0.01)
 
     def close(self) -> None:
         """Nothing to do: MPI closes at the end of the process."""
-
-    def _bytes(self, array: NDArray[Any]) -> list[Any]:
-        return [array, array.nbytes, self._mpi.BYTE]
 
     def _wait(self, request: Any) -> None:
         for pause in pauses():
@@ -160,8 +132,8 @@ def _started_mpi() -> Any:
     return mpi
 
 
-class TcpCollectives(HostCollectives):
-    """Over connections between ranks; the store of the launcher has their addresses.
+class TcpCollectives:
+    """The same over connections between ranks; the store of the launcher has their addresses.
 
     A sum and an allgather use a ring, so that for a sum each rank sends 2 (n-1)/n of its array. A
     broadcast uses a tree. A large one ends on a rank once all ranks below it have the array.
