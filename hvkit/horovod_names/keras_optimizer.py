@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives.wire import refuse_xla
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply
-from hvkit.frameworks.keras.loss_scale import skip_together
+from hvkit.frameworks.keras.loss_scale import share_scale
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
 
@@ -91,7 +91,7 @@ def average_in_updates(
     average_in_apply(inner, average, lambda _: None)
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    skip_together(inner, lambda finite, _: finite_on_all(finite))
+    share_scale(inner, lambda finite, _: finite_on_all(finite))
     inner.register_local_var = optimizer.register_local_var = register_local_var
     _average_in_copies(inner, average_copy)
     if optimizer is not inner:

@@ -20,7 +20,7 @@ from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import learnt_in
 from hvkit.frameworks.keras.checks import made_trainable
-from hvkit.frameworks.keras.optimizers import calls_of_apply, is_overwritten
+from hvkit.frameworks.keras.optimizers import calls_of_apply, is_overwritten, variables_of
 from hvkit.frameworks.keras.refusals import remember_updated
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 
@@ -136,11 +136,9 @@ class KerasStep(Optimizer):
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replaces Keras's ``apply``: a step with its hooks."""
         grads, optimizer = list(grads), self._optimizer
-        if trainable_variables is None and optimizer.built:
-            trainable_variables = optimizer._trainable_variables
-        variables = list(trainable_variables or ())
+        variables = variables_of(optimizer, trainable_variables) or []
         if len(grads) != len(variables) or all(g is None for g in grads):
-            self._apply(grads, trainable_variables)  # raises Keras's own error
+            self._apply(grads, variables or None)  # raises Keras's own error
             return
         for v in variables:
             if is_overwritten(v):
@@ -179,6 +177,14 @@ class KerasStep(Optimizer):
         if any(g is not None for g, *_ in now):
             kept = [(g, v) for g, given, v in now if g is not None or given is None]
             self._apply([g for g, _ in kept], [v for _, v in kept])
+
+
+def step_of(
+    optimizer: Any, before: Callable[[Sequence[Any]], None], updates_only: bool = False
+) -> KerasStep:
+    """A ``KerasStep``, named after Keras's class in messages."""
+    step_class: type[KerasStep] = type(type(optimizer).__name__, (KerasStep,), {})
+    return step_class(optimizer, before, updates_only)
 
 
 def _set_gradients(weights: Sequence[Any], gradients: Sequence[Any]) -> None:
@@ -220,7 +226,7 @@ class PyTorchSampleCounts:
 
     def begin(self, rows_of: torch.Tensor, final: bool = True) -> None:
         self._may_change = False
-        self._arrive()  # of a step that failed
+        self._finish_sums()  # of a step that failed
         self._may_change = not final
         self._of_script = self._of_script or not final
         self._rows = rows_of.shape[0]
@@ -235,13 +241,13 @@ class PyTorchSampleCounts:
 
     def end(self) -> None:
         self._may_change = self._of_script = False
-        self._arrive()
+        self._finish_sums()
         if self._started:
             self._usual = self._sum.item() / self._wire.size
         self._in_step = self._started = False
         self._count = None
 
-    def _arrive(self) -> None:
+    def _finish_sums(self) -> None:
         if self._may_change:
             self._may_change = False
             self._send_rows()
@@ -252,7 +258,7 @@ class PyTorchSampleCounts:
         """The factor of this rank's gradients, before ``correction()``."""
         if self._count is not None:
             return self._count / self._usual
-        self._arrive()
+        self._finish_sums()
         by_rows = 1.0
         if self._in_step:
             by_rows = self._rows * self._wire.size / (self._total.item() or 1.0)
@@ -262,11 +268,11 @@ class PyTorchSampleCounts:
         """The factor of all ranks' averaged gradients."""
         if not self._started:
             return 1.0
-        self._arrive()
+        self._finish_sums()
         return self._usual * self._wire.size / (self._sum.item() or 1.0)
 
     def of(self, count: torch.Tensor | None, number: int) -> tuple[float, float]:
-        self._arrive()
+        self._finish_sums()
         share = float(self._wire.size)
         if self._in_step:
             share = self._total.item() / self._rows if self._rows else 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -12,7 +13,13 @@ from hvkit.communication import collectives
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.metrics import any_rank_of
+from hvkit.strategies import ParameterServer
+from hvkit.strategies.strategy import Rounds, Strategy
+from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.watch.rank_errors import mark_as_shown_by
+
+if TYPE_CHECKING:
+    from hvkit.frameworks.keras.gradients.averager import GradientAverager
 
 # These only write files and messages.
 _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
@@ -20,83 +27,63 @@ _WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "Pro
 _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
 
 
-class Averager(Protocol):
-    def end_of_epoch(self) -> None:
-        """Check that all ranks are at the end of an epoch; a collective."""
+@dataclass(eq=False)
+class Epoch:
+    """How ``fit`` of a model runs; all ranks have to end an epoch after the same step.
 
+    ``compare`` ends an epoch and raises on every rank if the ranks differ. ``watching`` returns
+    callbacks that are called after all others. ``begin`` is called before each epoch. ``adapt``
+    changes a callback that saves the model, or keeps its weights, where each rank holds a part.
+    """
 
-class RoundsOfFit(Protocol):
-    """The rounds of a model whose ranks train local weights, as ``fit`` sees them."""
+    group: Group
+    compare: Callable[[], None]
+    strategy: Strategy | None = None
+    averagers: Sequence[GradientAverager] = ()
+    watching: Callable[[], list[Any]] = list
+    begin: Callable[[], None] = lambda: None
+    adapt: Callable[[Any], None] | None = None
+    # Of local weights; None before the model has weights.
+    keeper: LocalWeightsKeeper | None = None
+    # Facts that decide how many rows each batch of this rank has; None if unknown.
+    rows: tuple[Any, ...] | None = None
+    # Whether the batches of all ranks have the same number of rows.
+    even: bool = False
+    begun: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Whether the ranks train local weights."""
+        return isinstance(self.strategy, Rounds | ParameterServer)
 
     @property
     def equal_steps(self) -> bool:
         """Whether all ranks must take equally many steps."""
-
-    def settled(self) -> AbstractContextManager[None]:
-        """A context with the weights that the ranks would agree on now; a collective."""
-
-    def accept_set_weights(self) -> None:
-        """Begin with weights that the script has set between rounds; a collective."""
-
-    def show_callbacks(self) -> None:
-        """Show the agreed weights to callbacks, which may set others; a collective."""
-
-    def keep_what_callbacks_set(self) -> None:
-        """Let weights that callbacks have set replace the local ones; a collective."""
-
-    def put_back(self) -> None:
-        """Restore the local weights."""
-
-    def end_rounds(self) -> None:
-        """Have all ranks hold the same weights, as at the end of training; a collective."""
-
-
-class Parts(Protocol):
-    """A model of which each rank holds a part, as ``fit`` sees it."""
-
-    def show_to(self, callback: Any) -> None:
-        """Let a callback that saves the model, or keeps its weights, do so in parts."""
-
-
-class Epoch:
-    """Whether ``fit`` is inside an epoch; all ranks have to end it after the same step."""
-
-    def __init__(
-        self,
-        averagers: Sequence[Averager],
-        compare: Callable[[], None],
-        group: Group,
-        rounds: RoundsOfFit | None = None,
-        watching: Callable[[], list[Any]] = list,
-        parts: Parts | None = None,
-    ) -> None:
-        self._averagers = averagers
-        self.parts = parts
-        self.watching = watching
-        self.compare = compare
-        self.group = group
-        self.rounds = rounds
-        self.rows: tuple[Any, ...] | None = None
-        self.even = False
-        self._begun = False
-
-    def begin(self) -> None:
-        self._begun = True
+        return not isinstance(self.strategy, ParameterServer)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Wrap a pass over other data, in the middle of the epoch or after it."""
-        begun, self._begun = self._begun, False
+        begun, self.begun = self.begun, False
         try:
             yield
         finally:
-            self._begun = begun
+            self.begun = begun
+
+    @contextmanager
+    def agreed_weights(self) -> Iterator[None]:
+        """A context with the weights that the ranks would agree on now; a collective if local."""
+        if self.keeper is None:
+            yield
+            return
+        with self.keeper.settled():
+            yield
 
     def end(self) -> None:
         """End the pass; a collective. Does nothing after a pass over the validation data."""
-        if self._begun:
-            self._begun = False
-            for each in self._averagers:
+        if self.begun:
+            self.begun = False
+            for each in self.averagers:
                 each.end_of_epoch()
 
 
@@ -121,23 +108,18 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
         return with_callbacks(
             callbacks, for_this_rank(callbacks.callbacks, group, epoch, model), model
         )
-    given = _as_list(callbacks)
+    given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+    given = [each for each in given if each is not None]
     _refuse_restoring(given)
     if group.rank != 0:
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
     if epoch is None:
         return given
-    if epoch.parts:
+    if epoch.adapt:
         for each in given:
-            epoch.parts.show_to(each)
-    first = [ShowAgreedWeights(epoch.rounds)] if epoch.rounds else []
-    return [*first, *given, InStep(given, epoch, *first), *epoch.watching()]
-
-
-def _as_list(callbacks: Any) -> list[Any]:
-    if callbacks is None:
-        return []
-    return list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+            epoch.adapt(each)
+    first = [ShowAgreedWeights(epoch)] if epoch.local else []
+    return [*first, *given, InStep(given, epoch), *epoch.watching()]
 
 
 def _is_one_of(callback: Any, names: tuple[str, ...]) -> bool:
@@ -200,23 +182,17 @@ class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
     never_stops = True
 
-    def __init__(self, rounds: RoundsOfFit) -> None:
+    def __init__(self, epoch: Epoch) -> None:
         super().__init__()
-        self._rounds = rounds
-
-    def accept_set_weights(self) -> None:
-        self._rounds.accept_set_weights()
+        self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._rounds.show_callbacks()
-
-    def put_back(self) -> None:
-        """Restore the local weights, except where a callback has set others."""
-        self._rounds.keep_what_callbacks_set()
-        self._rounds.put_back()
+        if self._epoch.keeper:
+            self._epoch.keeper.show_callbacks()
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._rounds.end_rounds()
+        if self._epoch.keeper:
+            self._epoch.keeper.end_rounds()
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
@@ -225,12 +201,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     Keras calls it after the user's callbacks, ``others``.
     """
 
-    def __init__(
-        self, others: list[Any], epoch: Epoch, agreed: ShowAgreedWeights | None = None
-    ) -> None:
+    def __init__(self, others: list[Any], epoch: Epoch) -> None:
         super().__init__()
         self._epoch = epoch
-        self._agreed = agreed
         # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts(each, "on_batch_end", "on_train_batch_end") for each in others)
         # A callback may set weights there.
@@ -246,8 +219,7 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
         )
         self._epoch.even = rows[0] is not None and len(set(rows)) == 1
         self._every_step, self._at_the_end = any(every_step), any(at_the_end)
-        rounds = self._epoch.rounds
-        may_differ = rounds is not None and not rounds.equal_steps and not self._every_step
+        may_differ = not (self._epoch.equal_steps or self._every_step)
         if not may_differ and len({count for count in steps if count is not None}) > 1:
             error = RanksDisagreeError(
                 f"fit has data of different length on each rank, {list(steps)} steps per epoch in "
@@ -256,9 +228,8 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
             raise mark_as_shown_by(error, group.first)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._agreed:
-            self._agreed.accept_set_weights()
         self._epoch.begin()
+        self._epoch.begun = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._every_step:
@@ -267,8 +238,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch.compare()
         self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
-        if self._agreed:
-            self._agreed.put_back()
+        if keeper := self._epoch.keeper:
+            keeper.keep_what_callbacks_set()
+            keeper.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""

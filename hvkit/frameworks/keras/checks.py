@@ -28,13 +28,13 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
 from hvkit.sync import fingerprints
-from hvkit.sync.fingerprints import WIDTH, Compared, Rows
+from hvkit.sync.fingerprints import WIDTH, Compared, Rows, fingerprint
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.wire import Wire, nothing
+    from hvkit.frameworks.keras.collectives.wire import Wire, graph_counter, nothing, values_of
 
 
 # The distance from 1 to the next number.
@@ -59,7 +59,8 @@ def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
         local = {id(v) for v in _accumulators(compared)} | ids_of_slots([compared])
         variables = [v for v in compared.variables if id(v) not in local]
     with outside_graphs():
-        return [*labels_of(variables), *adapted], [*rows_of([v.numpy() for v in variables]), *rows]
+        rows = [*(fingerprint(v.numpy()) for v in variables), *rows]
+        return [*labels_of(variables), *adapted], rows
 
 
 def require_same_weights(
@@ -78,7 +79,7 @@ def require_same(call: str, labels: Sequence[str], variables: Sequence[Any], gro
     Returns whether they hold the same bit for bit.
     """
     compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
-    rows = rows_of([v.numpy() for v in variables])
+    rows = [fingerprint(v.numpy()) for v in variables]
     return fingerprints.require_same(call, compared, rows, group)
 
 
@@ -102,10 +103,6 @@ def labels_of(variables: Sequence[Any]) -> list[Compared]:
 def unit(variable: Any) -> float:
     """The distance from 1 to the next number of the variable's dtype; 0 if it is exact."""
     return _UNITS.get(keras.backend.standardize_dtype(variable.dtype), 0.0)
-
-
-def rows_of(arrays: Sequence[Any]) -> list[Rows]:
-    return [fingerprints.fingerprint(array) for array in arrays]
 
 
 # More updates than any training takes; twice as many still are an int64.
@@ -133,10 +130,9 @@ class Checks:
         self._model = model
         self._every = _NEVER if first_only else every
         self._compared: list[Compared] = []
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._done = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._next = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._gradients_pending = tf.Variable(True, trainable=False)
+        self._done = graph_counter(dtype=tf.int64)
+        self._next = graph_counter(dtype=tf.int64)
+        self._gradients_pending = graph_counter(True)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Compare in some updates; a collective, once every rank has reached the update.
@@ -145,8 +141,7 @@ class Checks:
         gradients is not among them, so that averaging can begin while backward computes the last
         ones. In a graph the error is an InvalidArgumentError, which ``fit`` translates.
         """
-        dense = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        dense = [g for g in dense if g is not None]
+        dense = [values_of(g) for g in gradients if g is not None]
         tf.cond(self._gradients_pending, lambda: self._compare_gradients(dense), nothing)
         compares = self._done >= self._next
         compared = tf.cond(compares, lambda: self._compare_weights(variables), nothing)
@@ -162,11 +157,9 @@ class Checks:
         values = [backend_variable(v).value() for v in variables]
         labels = labels_of(variables)
         # TensorFlow never frees a graph's NumPy functions: they must not keep the model.
-        fingerprint: Callable[[], Any] = WeakMethod(self._fingerprint)
+        rows_of: Callable[[], Any] = WeakMethod(self._fingerprint)
         judge: Callable[[], Any] = WeakMethod(self._judge)
-        rows = _in_numpy(
-            lambda *arrays: fingerprint()(labels, arrays), values, tf.int64, [None, WIDTH]
-        )
+        rows = _in_numpy(lambda *arrays: rows_of()(labels, arrays), values, tf.int64, [None, WIDTH])
         gathered = self._of_all_ranks(rows, "weights")
         text = _in_numpy(lambda rows: judge()(rows), [gathered], tf.string, [])
         if tf.executing_eagerly():
@@ -183,10 +176,11 @@ class Checks:
             return nothing()
 
     def _fingerprint(self, labels: list[Compared], arrays: Sequence[Any]) -> Rows:
-        frozen = self._frozen()
+        # Nothing writes to them meanwhile.
+        frozen = [v for v in made_trainable(self._model) if not v.trainable]
         adapted, rows = compared_in_adapted(self._model)
         self._compared = [*labels, *labels_of(frozen), *adapted]
-        return np.array([*rows_of([*arrays, *(v.numpy() for v in frozen)]), *rows])
+        return np.array([*map(fingerprint, [*arrays, *(v.numpy() for v in frozen)]), *rows])
 
     def _judge(self, gathered: Rows) -> bytes:
         rows = gathered.reshape(self._wire.size, -1, WIDTH)
@@ -197,7 +191,7 @@ class Checks:
 
     def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         def hashed(*arrays: Any) -> Rows:
-            return fingerprints.of_gradients(rows_of(arrays))[None]
+            return fingerprints.of_gradients(list(map(fingerprint, arrays)))[None]
 
         local_rows = _in_numpy(hashed, gradients, tf.int64, [1, 2])
         gathered = self._of_all_ranks(local_rows, "work")
@@ -210,10 +204,6 @@ class Checks:
     def _of_all_ranks(self, rows: tf.Tensor, what: str) -> tf.Tensor:
         with tf.device("CPU:0"):
             return self._wire.gather(rows, f"{self._name}.check.{what}")
-
-    def _frozen(self) -> list[Any]:
-        """The model's weights that are frozen now, so that nothing writes to them meanwhile."""
-        return [v for v in made_trainable(self._model) if not v.trainable]
 
 
 def _in_numpy(

@@ -11,35 +11,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.callbacks import Averager, Epoch, Parts, RoundsOfFit, for_this_rank
+from hvkit.frameworks.keras.callbacks import Epoch, for_this_rank
 from hvkit.frameworks.keras.loss_means import know_rows, noted_of
 from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.watch.calls import call_within, translated
 
 
-def share_results(
-    model: keras.Model,
-    averagers: Sequence[Averager],
-    compare: Callable[[], None],
-    group: Group,
-    rounds: RoundsOfFit | None = None,
-    watching: Callable[[], list[Any]] = list,
-    parts: Parts | None = None,
-    same_part: Group | None = None,
-) -> None:
+def share_results(model: keras.Model, epoch: Epoch, same_part: Group | None = None) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
     Both become collectives. Only rank 0 shows progress and writes files. ``same_part`` are the
-    ranks whose batches differ, if these are not all of the group.
+    ranks whose batches differ, if these are not all of the epoch's group. With local weights,
+    ``evaluate`` uses those that the ranks would agree on.
     """
-    epoch = Epoch(averagers, compare, group, rounds, watching, parts)
+    group = same_part or epoch.group
     know_rows(model, lambda: epoch.even)
     read, flatten = model._get_metrics_result_or_logs, model._flatten_metrics_in_order
     names: list[str] = []  # of the last results, if this rank had no batch
@@ -47,7 +40,7 @@ def share_results(
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
         names.clear()
         epoch.end()
-        result = over_all_ranks(model, read, logs, same_part or group)
+        result = over_all_ranks(model, read, logs, group)
         names.extend(() if logs else result)
         return result
 
@@ -60,11 +53,11 @@ def share_results(
     model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
     model._symbolic_build = _unless_without_rows(model._symbolic_build)
     for batchwise in (model.train_on_batch, model.test_on_batch):
-        found = _translating(batchwise)
-        if rounds is None and parts is None:
-            found = _of_all_ranks(model, found, read, same_part or group, epoch)
+        found = _within(translated, batchwise)
+        if not (epoch.local or same_part):
+            found = _of_all_ranks(model, found, read, epoch)
         setattr(model, batchwise.__name__, found)
-    evaluate = _with_agreed_weights(model.evaluate, rounds) if rounds else model.evaluate
+    evaluate = _within(epoch.agreed_weights, model.evaluate)
     for method in (evaluate, _also_without_rows(model, model.predict)):
         setattr(
             model, method.__name__, with_callbacks_of_this_rank(model, method, epoch, trains=False)
@@ -82,13 +75,15 @@ def train_uncompiled(model: keras.Model) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def _with_agreed_weights(evaluate: Callable[..., Any], rounds: RoundsOfFit) -> Callable[..., Any]:
-    @functools.wraps(evaluate)
-    def evaluate_agreed_weights(*args: Any, **kwargs: Any) -> Any:
-        with rounds.settled():
-            return evaluate(*args, **kwargs)
+def _within(
+    context: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
 
-    return evaluate_agreed_weights
+    return within
 
 
 def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,11 +123,7 @@ def _also_without_rows(model: keras.Model, predict: Callable[..., Any]) -> Calla
 
 
 def _of_all_ranks(
-    model: keras.Model,
-    method: Callable[..., Any],
-    read: Callable[[Any], Any],
-    group: Group,
-    epoch: Epoch,
+    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], epoch: Epoch
 ) -> Callable[..., Any]:
     """``train_on_batch`` or ``test_on_batch``, with the metrics of all ranks' batches."""
 
@@ -146,19 +137,10 @@ def _of_all_ranks(
             even, epoch.even = epoch.even, False  # a callback of ``fit`` may call it
             logs = method(**kwargs, return_dict=True)
             epoch.even = even
-            logs = over_all_ranks(model, read, logs, group)
+            logs = over_all_ranks(model, read, logs, epoch.group)
         return logs if as_dict else model._flatten_metrics_in_order(logs)
 
     return of_all_ranks
-
-
-def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def translating(*args: Any, **kwargs: Any) -> Any:
-        with translated():
-            return method(*args, **kwargs)
-
-    return translating
 
 
 def with_callbacks_of_this_rank(
@@ -176,7 +158,7 @@ def with_callbacks_of_this_rank(
             kwargs["callbacks"] = for_this_rank(
                 given, epoch.group, epoch if trains else None, model
             )
-        aside = _each_epoch_to_its_end(epoch.rounds) if trains else epoch.set_aside()
+        aside = _each_epoch_to_its_end(epoch) if trains else epoch.set_aside()
         if trains:
             epoch.rows = _rows_of_batches(kwargs)
         else:
@@ -187,8 +169,8 @@ def with_callbacks_of_this_rank(
             finally:
                 if trains:
                     epoch.even = False
-                if trains and epoch.rounds:  # an error may have come while callbacks ran
-                    epoch.rounds.put_back()
+                if trains and epoch.keeper:  # an error may have come while callbacks ran
+                    epoch.keeper.put_back()
 
     return on_this_rank
 
@@ -203,13 +185,13 @@ def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 @contextlib.contextmanager
-def _each_epoch_to_its_end(rounds: RoundsOfFit | None) -> Iterator[None]:
+def _each_epoch_to_its_end(epoch: Epoch) -> Iterator[None]:
     """Let ``fit`` read data of unknown length to its end in every epoch.
 
     Keras takes no more steps than in the first epoch. Where ranks may take different numbers of
     steps, and each batch goes to the rank that has time, that would leave batches behind.
     """
-    if rounds is None or rounds.equal_steps:
+    if epoch.equal_steps:
         yield
         return
     before = vars(EpochIterator).get("_num_batches")

@@ -15,16 +15,10 @@ from weakref import WeakSet
 import jax
 import keras
 
+from hvkit.frameworks.keras import refusals
 from hvkit.frameworks.keras.optimizers import inner_optimizer, updating
-from hvkit.frameworks.keras.refusals import (
-    call_before,
-    names_of_distributed,
-    note_distributed,
-    weights_of_models,
-)
 from hvkit.sync.port import warn_of_own_models
 
-_models: WeakSet[Any] = WeakSet()
 _optimizers: WeakSet[Any] = WeakSet()
 # Models whose optimizers have their rates multiplied.
 _scaled: WeakSet[Any] = WeakSet()
@@ -33,15 +27,14 @@ _scaled: WeakSet[Any] = WeakSet()
 def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool) -> None:
     """Let only these models, and models of earlier calls, train the weights of all ranks."""
     for model in models:
-        note_distributed(model)
-    _models.update(models)
+        refusals.note_distributed(model)
     _optimizers.update(updating(optimizers))
     if scaled:
         _scaled.update(models)
     for name in ("fit", "train_on_batch"):
-        call_before(name, _require_passed)
+        refusals.call_before(name, _require_passed)
     for name in ("evaluate", "predict", "test_on_batch", "predict_on_batch"):
-        call_before(name, _require_whole)
+        refusals.call_before(name, _require_whole)
     watch_updates()
 
 
@@ -52,7 +45,7 @@ def _require_passed(model: Any, name: str) -> None:
     """
     used = updating([model.optimizer]) if getattr(model, "optimizer", None) else []
     others = [each for each in used if each not in _optimizers]
-    if model in _models:
+    if refusals.was_passed(model):
         if others and model in _scaled:
             raise ValueError(
                 f"optimizer {others[0].name!r} ({type(others[0]).__name__}) updates model "
@@ -61,7 +54,7 @@ def _require_passed(model: Any, name: str) -> None:
             )
         return
     _require_whole(model, name)
-    names = names_of_distributed(model, model.trainable_variables)
+    names = refusals.names_of_distributed(model, model.trainable_variables)
     if not names and len(others) == len(used):
         return  # a local model, of which the first update warns
     what = f"would train {names}" if names else f"uses optimizer {used[0].name!r}"
@@ -75,7 +68,7 @@ def _require_passed(model: Any, name: str) -> None:
 
 def _require_whole(model: Any, name: str) -> None:
     """Raise if a model that was not passed would compute with weights that ranks have divided."""
-    if model in _models:
+    if refusals.was_passed(model):
         return
     for variable in model.variables:
         value = getattr(variable, "_value", None)
@@ -114,7 +107,7 @@ def _require_together(optimizer: Any, variables: Sequence[Any]) -> None:
     if not apart:
         return
     passed = inner_optimizer(optimizer) in _optimizers
-    known = weights_of_models()
+    known = refusals.weights_of_models()
     if passed:  # a model without weights in ``distribute`` gets them just now
         apart = [v for v in apart if id(v) not in known]
     elif len(apart) == len(of_layers) and not any(id(v) in known for v in apart):

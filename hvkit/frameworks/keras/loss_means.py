@@ -42,17 +42,8 @@ from keras.src.losses import loss as keras_losses
 from keras.src.trainers import compile_utils
 
 from hvkit import registry
+from hvkit.frameworks.keras import loss_checks
 from hvkit.frameworks.keras.backends import may_be_differentiated
-from hvkit.frameworks.keras.loss_checks import (
-    compare_with_halves,
-    gives_each_sample_its_own,
-    is_mean_over_samples,
-    note_own_count,
-    warn_of_factor,
-    warn_of_own_means,
-    watch_losses,
-    watches_losses,
-)
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -139,7 +130,7 @@ class _Step:
         compiled: Any = getattr(self.model, "_compile_loss", None)
         losses: Any = getattr(compiled, "_flat_losses", None) or ()
         one = self.of_keras and len(losses) == 1 and self.position_of_called == 0
-        return one and gives_each_sample_its_own(self.called[0][0])
+        return one and loss_checks.gives_each_sample_its_own(self.called[0][0])
 
     def correct_reported(self, rows: int) -> None:
         """Correct the reported loss, which Keras has weighted by ``rows``, by all ranks' counts."""
@@ -165,7 +156,7 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
     vars(model)[_TOTALS] = totals
     totals.even = vars(model).get(_EVEN, totals.even)
     if trains:
-        watch_losses(model)
+        loss_checks.watch_losses(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
     model.test_step = _counted(model, model.test_step, totals, trains=False)
     _share_reduction()
@@ -274,8 +265,10 @@ def _share_reduction() -> None:
         loss = reduce(values, sample_weight, mask, reduction, dtype)
         step = _step.get()
         if step is None:
-            if watches_losses() and may_be_differentiated(loss):
-                note_own_count(_count(values, sample_weight, mask, reduction) is not None)
+            if loss_checks.watches_losses() and may_be_differentiated(loss):
+                loss_checks.note_own_count(
+                    _count(values, sample_weight, mask, reduction) is not None
+                )
             return loss
         if not ops.is_tensor(values) or not _has_rows(values):
             return loss
@@ -289,7 +282,7 @@ def _share_reduction() -> None:
             return loss
         if not step.trains and position is None:
             if step.position is not None:
-                warn_of_own_means()
+                loss_checks.warn_of_own_means()
             return loss
         if not step.trains:
             local = ops.cast(loss, "float64")
@@ -300,7 +293,7 @@ def _share_reduction() -> None:
             return loss
         number = step.next_name()
         if count is None:
-            warn_of_factor(step.model)
+            loss_checks.warn_of_factor(step.model)
             factor, _ = step.totals.of(None, number)
         else:
             count = ops.stop_gradient(count)
@@ -343,7 +336,7 @@ def _follow_losses() -> None:
         if outermost and step.position is not None:
             step.position += 1
         is_local = outermost and step.trains and calls == registry.script_calls
-        if is_local and not is_mean_over_samples(self):
+        if is_local and not loss_checks.is_mean_over_samples(self):
             data = y_true, y_pred
             values = [ops.convert_to_tensor(each) for each in keras.tree.flatten(data)]
             compare = functools.partial(_compare_outside_step, self, data)
@@ -369,7 +362,7 @@ def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
     """Compare a loss with losses of halves, which the step does not see."""
     token = _step.set(None)
     try:
-        compare_with_halves(loss, data, *values)
+        loss_checks.compare_with_halves(loss, data, *values)
     finally:
         _step.reset(token)
 

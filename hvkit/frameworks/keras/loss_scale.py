@@ -67,13 +67,7 @@ class SharedScale:
 _of_ranks: WeakKeyDictionary[Any, SharedScale] = WeakKeyDictionary()
 
 
-def skip_together(optimizer: Any, agree: Agree) -> None:
-    """Make each ``LossScaleOptimizer`` around this one skip a step on all ranks or on none."""
-    _adapt_class()
-    _of_ranks[optimizer] = SharedScale(agree)
-
-
-def share_scale(optimizer: Any, agree: Agree, ranks: int, models: Sequence[Any]) -> None:
+def share_scale(optimizer: Any, agree: Agree, ranks: int = 1, models: Sequence[Any] = ()) -> None:
     """Skip a step on all ranks or on none: the steps that one process would skip.
 
     The models' ``compile`` may have made the ``LossScaleOptimizer``.

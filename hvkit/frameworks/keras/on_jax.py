@@ -121,14 +121,13 @@ class KerasOnJaxPort(JaxPort):
             # Compiled for arrays of this rank, perhaps.
             model.train_function = model.test_function = model.predict_function = None
             self._place_before_steps(model)
-            parts = _Divided(self._has_divided_weights) if self._is_divided else None
             epoch = Epoch(
-                (),
-                functools.partial(require_same_weights, "fit", [model]),
                 self._options.group,
+                functools.partial(require_same_weights, "fit", [model]),
                 watching=lambda: [jax_batches.Epochs()],
-                parts=parts,
             )
+            if self._is_divided:
+                epoch.adapt = functools.partial(_refuse_reading, self._has_divided_weights)
             for name in (*_PASSES, *_BATCHES):
                 setattr(model, name, _among_ranks(model, name))
             for name in _PASSES:
@@ -205,27 +204,24 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
     return on_all_ranks
 
 
-class _Divided:
-    """Implements ``hvkit.frameworks.keras.callbacks.Parts``."""
+def _refuse_reading(divided_weights: bool, callback: Any) -> None:
+    """Refuse a callback that would read arrays of which this rank has a part.
 
-    def __init__(self, weights: bool) -> None:
-        self._weights = weights
-
-    def show_to(self, callback: Any) -> None:
-        """Refuse a callback that would read arrays of which this rank has a part."""
-        # Files of weights hold the optimizer's state, too.
-        saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
-        keeps = (
-            isinstance(callback, keras.callbacks.EarlyStopping)
-            and self._weights
-            and callback.restore_best_weights
+    Without divided weights, these are the states of optimizers.
+    """
+    # Files of weights hold the optimizer's state, too.
+    saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    keeps = (
+        isinstance(callback, keras.callbacks.EarlyStopping)
+        and divided_weights
+        and callback.restore_best_weights
+    )
+    if saves or keeps:
+        raise ValueError(
+            f"{type(callback).__name__} would read the whole model in fit, of which each rank "
+            "holds a part: use the callback() of hvkit.Checkpoint(directory, model=model, "
+            "optimizer=optimizer), or save after fit, inside of hvkit.settled(model, optimizer)"
         )
-        if saves or keeps:
-            raise ValueError(
-                f"{type(callback).__name__} would read the whole model in fit, of which each rank "
-                "holds a part: use the callback() of hvkit.Checkpoint(directory, model=model, "
-                "optimizer=optimizer), or save after fit, inside of hvkit.settled(model, optimizer)"
-            )
 
 
 _distribute_tensor = distribution_lib.distribute_tensor

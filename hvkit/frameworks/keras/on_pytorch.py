@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,48 +21,23 @@ from torch.optim import Optimizer
 
 from hvkit.communication.collectives import gather, require_equal
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.as_pytorch import (
-    KerasStep,
-    ModelWeights,
-    PyTorchSampleCounts,
-    learnt_by,
-    modules_of_pytorch,
-)
+from hvkit.frameworks.keras import as_pytorch, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import synchronise_batch_norm
+from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.fit import share_results
-from hvkit.frameworks.keras.initial_state import (
-    JoinedModels,
-    has_weights,
-    synchronise_model,
-    synchronise_optimizers,
-)
 from hvkit.frameworks.keras.loss_checks import watch_losses
 from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
-from hvkit.frameworks.keras.optimizers import (
-    let_leave_out_updates,
-)
+from hvkit.frameworks.keras.optimizers import let_leave_out_updates
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.refusals import (
-    let_differ,
-    living_layers,
-    refuse_left_out,
-    refuse_loss_scale,
-    refuse_other_optimizers,
-)
-from hvkit.frameworks.pytorch import PyTorchPort, buffers
+from hvkit.frameworks.pytorch import PyTorchPort, buffers, modules
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import owned_bytes, set_others
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
-from hvkit.frameworks.pytorch.modules import (
-    is_left_to_rank,
-    leave_to_rank,
-    refuse_optimizers_of_others,
-)
 from hvkit.frameworks.pytorch.optimizers import stepping_in
 from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
@@ -86,45 +60,15 @@ def _means_fit(group: Group, finite: Any, halves: Sequence[tuple[Any, Any]]) -> 
 
 def average(layers: Sequence[Any]) -> None:
     """Average the non-trainable variables of layers over ranks; a collective."""
-    buffers.average([learnt_by(layers)])
+    buffers.average([as_pytorch.learnt_by(layers)])
 
 
 def synchronise_statistics(model: Any, group: Group) -> None:
     """Let batch norm use the batches of all ranks, as ``batch_norm="sync"`` promises."""
     synchronise_batch_norm(model, everything=True, gather=_gather_row, group=group)
-    for module in modules_of_pytorch(model):
+    for module in as_pytorch.modules_of_pytorch(model):
         layers = buffers.batch_norm_of(module)
         buffers.synchronise_batch_norm(layers, group)
-
-
-class RoundsInFit:
-    """A ``RoundsOfFit``; does nothing before the models have weights."""
-
-    def __init__(self, equal_steps: bool) -> None:
-        self.equal_steps = equal_steps
-        self.keeper: LocalWeightsKeeper | None = None
-
-    def settled(self) -> AbstractContextManager[None]:
-        return self.keeper.settled() if self.keeper else nullcontext()
-
-    def accept_set_weights(self) -> None:
-        """Do nothing: the next round begins with these weights, and compares them."""
-
-    def show_callbacks(self) -> None:
-        if self.keeper:
-            self.keeper.show_callbacks()
-
-    def keep_what_callbacks_set(self) -> None:
-        if self.keeper:
-            self.keeper.keep_what_callbacks_set()
-
-    def put_back(self) -> None:
-        if self.keeper:
-            self.keeper.put_back()
-
-    def end_rounds(self) -> None:
-        if self.keeper:
-            self.keeper.end_rounds()
 
 
 class PyTorchSender:
@@ -150,21 +94,20 @@ class KerasOnPyTorchPort(KerasPort):
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         super().__init__(models, optimizers, options)
-        refuse_loss_scale(options, models, optimizers)
-        self._steps: list[KerasStep] = []
+        refusals.refuse_loss_scale(options, models, optimizers)
+        self._steps: list[as_pytorch.KerasStep] = []
         self._begun = False
         self._synchronised: list[Any] = []
-        trains_locally = isinstance(options.strategy, Rounds | ParameterServer)
-        equal_steps = not isinstance(options.strategy, ParameterServer)
-        self._rounds = RoundsInFit(equal_steps) if trains_locally else None
-        self._samples: PyTorchSampleCounts | None = None
+        self._local = isinstance(options.strategy, Rounds | ParameterServer)
+        self._epochs: list[Epoch] = []
+        self._samples: as_pytorch.PyTorchSampleCounts | None = None
 
     def synchronise(self) -> None:
         """Left to ``keep_in_step``: models may get their weights in their first call only."""
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        group = self.options.group
-        self._samples = samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+        name = self.group.numbered("hvkit")
+        self._samples = samples = as_pytorch.PyTorchSampleCounts(name, self.group)
         for model in self.models:
             if getattr(model, "compiled", False) and model.jit_compile:
                 # Keras itself warns of a later ``compile``.
@@ -174,21 +117,21 @@ class KerasOnPyTorchPort(KerasPort):
                     "trace the communication between ranks",
                 )
             self._let_update(model)
-            use_counts_of_all_ranks(model, samples, trains=self._rounds is None)
-            share_results(model, (), self._compare, group, self._rounds)
-        if self._rounds:
-            let_differ([self.model, *self.models], self.inner)
+            use_counts_of_all_ranks(model, samples, trains=not self._local)
+            self._epochs.append(Epoch(self.group, self._compare, self.options.strategy))
+            share_results(model, self._epochs[-1])
+        if self._local:
+            refusals.let_differ([self.model, *self.models], self.inner)
         for each in self.inner:
-            # Named after Keras's class in messages.
-            step_class: type[KerasStep] = type(type(each).__name__, (KerasStep,), {})
-            self._steps.append(step_class(each, self._before_update, self._rounds is not None))
+            self._steps.append(as_pytorch.step_of(each, self._before_update, self._local))
             if self.options.on_nonfinite != "ignore":
                 let_leave_out_updates(each)
-        if not self._rounds:
+        if not self._local:
+            agree = functools.partial(_means_fit, self.group)
             for each in self.optimizers:
-                share_scale(each, functools.partial(_means_fit, group), group.size, self.models)
-        self._divide_state(lambda: PyTorchSender(group.numbered("hvkit"), group))
-        built = gather("distribute", list(map(has_weights, self.models)), group)
+                share_scale(each, agree, self.group.size, self.models)
+        self._divide_state(lambda: PyTorchSender(self.group.numbered("hvkit"), self.group))
+        built = gather("distribute", list(map(initial_state.has_weights, self.models)), self.group)
         if all(map(all, built)):
             return self._begin()
         for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
@@ -207,13 +150,13 @@ class KerasOnPyTorchPort(KerasPort):
         """Copy rank 0's weights, once: a forward pass may have used them; a collective."""
         if not any(each is model for each in self._synchronised):
             self._synchronised.append(model)
-            synchronise_model(model, self.options.group)
-            for module in modules_of_pytorch(model):
-                broadcast_tensors(list(module.buffers()), self.options.group)
+            initial_state.synchronise_model(model, self.group)
+            for module in as_pytorch.modules_of_pytorch(model):
+                broadcast_tensors(list(module.buffers()), self.group)
 
     def _begin_if_built(self) -> None:
-        if not self._begun and all(map(has_weights, self.models)):
-            record(self.models, *self._begin(), self.options.group)
+        if not self._begun and all(map(initial_state.has_weights, self.models)):
+            record(self.models, *self._begin(), self.group)
 
     def _begin(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on; called once all models have weights; a collective."""
@@ -221,7 +164,7 @@ class KerasOnPyTorchPort(KerasPort):
         for model in self.models:
             self._synchronise(model)
         trained, divided = self.model.trainable_variables, ids_of_slots(self.optimizers)
-        synchronise_optimizers(self.optimizers, trained, self.options.group, divided)
+        initial_state.synchronise_optimizers(self.optimizers, trained, self.group, divided)
         for step in self._steps:
             step.may_update(made_trainable(self.model))
         options = self.options
@@ -230,30 +173,30 @@ class KerasOnPyTorchPort(KerasPort):
             options = replace(options, batch_norm="local")
         if isinstance(options.strategy, ShardedOptimizer):  # Keras's part of it divides the state
             options = replace(options, strategy=Synchronous())
-        port = PyTorchPort([ModelWeights(self.model)], self._steps, options)
+        port = PyTorchPort([as_pytorch.ModelWeights(self.model)], self._steps, options)
         advice = "build the same model on every rank"
         require_equal("model", port.facts(), advice, group=options.group)
         _, keeper = port.keep_in_step()
         if self._samples and port.reducer:
             port.reducer.weigh(self._samples.weight, self._samples.correction)
             self._samples.weighs = keeper is None
-        if self._rounds:
-            assert isinstance(keeper, LocalWeightsKeeper)
-            self._rounds.keeper = keeper
+        if isinstance(keeper, LocalWeightsKeeper):
+            for epoch in self._epochs:
+                epoch.keeper = keeper
         return self._records(), keeper
 
     def _before_update(self, variables: Sequence[Any]) -> None:
         """Begin before the first update, for a ``train_step`` that calls only parts of a model."""
         self._begin_if_built()
         if not self._begun:
-            names = [repr(each.name) for each in self.models if not has_weights(each)]
+            names = [repr(each.name) for each in self.models if not initial_state.has_weights(each)]
             raise ValueError(
                 f"an update came before model {', '.join(names)} had weights: call or build all "
                 "models that were passed to hvkit.distribute before the first update"
             )
         own = {id(w) for w in self.model.weights}
         if any(id(v) not in own for v in variables):
-            refuse_left_out(self.models, self.optimizers, variables)
+            refusals.refuse_left_out(self.models, self.optimizers, variables)
 
 
 class KerasLoopPort(PyTorchPort):
@@ -263,54 +206,51 @@ class KerasLoopPort(PyTorchPort):
         self._keras_models = list(models)
         self._whole_batches = options.batch_norm == "sync"
         for model in models:
-            if not has_weights(model):
+            if not initial_state.has_weights(model):
                 raise ValueError(
                     f"model {model.name!r} has no weights yet, which its optimizer updates: build "
                     "it, then make the optimizer, then call hvkit.distribute"
                 )
-        weights = list(map(ModelWeights, models))
+        weights = list(map(as_pytorch.ModelWeights, models))
         for model, its in zip(models, weights, strict=True):
             its.add_tensors_of_pytorch(model)
             for tensor in _untrained(model):
-                leave_to_rank(tensor)
+                modules.leave_to_rank(tensor)
         if self._whole_batches:  # Keras's layers compute over them, not PyTorch's
             options = replace(options, batch_norm="local")
         super().__init__(weights, optimizers, options)
 
     def _refuse_optimizers_of_others(self) -> None:
         parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
-        left_out = refuse_left_out(self._keras_models, self.optimizers, parameters)
+        left_out = refusals.refuse_left_out(self._keras_models, self.optimizers, parameters)
         _leave_untrained(parameters)
-        refuse_optimizers_of_others(self.models, self.optimizers, left_out)
+        modules.refuse_optimizers_of_others(self.models, self.optimizers, left_out)
 
     def synchronise(self) -> None:
         group = self.options.group
         for model in self._keras_models:
-            synchronise_model(model, group)
+            initial_state.synchronise_model(model, group)
         super().synchronise()
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         group, strategy = self.options.group, self.options.strategy
         models = self._keras_models
-        joined = models[0] if len(models) == 1 else JoinedModels(models)
+        joined = models[0] if len(models) == 1 else initial_state.JoinedModels(models)
         if self._whole_batches:
             synchronise_statistics(joined, group)
         for optimizer in self.optimizers:
             for stepping in stepping_in(optimizer):
                 _leave_untrained_of_later_groups(stepping)
         records, keeper = super().keep_in_step()
-        rounds: RoundsInFit | None = None
-        if isinstance(strategy, Rounds | ParameterServer):
-            assert isinstance(keeper, LocalWeightsKeeper)
-            rounds = RoundsInFit(not isinstance(strategy, ParameterServer))
-            rounds.keeper = keeper
-            let_differ([joined, *models], [])
+        local = keeper if isinstance(keeper, LocalWeightsKeeper) else None
+        if local:
+            refusals.let_differ([joined, *models], [])
         for each in models:
-            refuse_other_optimizers(each, [])
+            refusals.refuse_other_optimizers(each, [])
             watch_losses(each, in_loop=True)
-            samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
+            samples = as_pytorch.PyTorchSampleCounts(group.numbered("hvkit"), group)
             use_counts_of_all_ranks(each, samples, trains=False)
-            share_results(each, (), lambda: None, group, rounds)
+            share_results(each, Epoch(group, lambda: None, strategy, keeper=local))
         return records, keeper
 
 
@@ -323,11 +263,11 @@ def _untrained(layer: Any) -> list[torch.Tensor]:
 
 def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
     """Leave parameters to each rank that are variables of a layer which no gradient reaches."""
-    new = {id(p) for p in parameters if not (p.requires_grad or is_left_to_rank(p))}
-    for layer in living_layers() if new else ():
+    new = {id(p) for p in parameters if not (p.requires_grad or modules.is_left_to_rank(p))}
+    for layer in refusals.living_layers() if new else ():
         for tensor in _untrained(layer):
             if id(tensor) in new:
-                leave_to_rank(tensor)
+                modules.leave_to_rank(tensor)
 
 
 def _leave_untrained_of_later_groups(optimizer: Optimizer) -> None:

@@ -31,21 +31,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
 from hvkit import runtime
 from hvkit.communication import collectives
+from hvkit.frameworks.keras import buffers, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable, have_values
-from hvkit.frameworks.keras.buffers import (
-    LastStatistics,
-    average_statistics,
-    gather_row,
-    made_synchronised,
-    synchronise_batch_norm,
-)
+from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
@@ -53,39 +48,19 @@ from hvkit.frameworks.keras.collectives.wire import (
     refuse_tf_distribute,
 )
 from hvkit.frameworks.keras.fit import share_results
-from hvkit.frameworks.keras.gradients.averaged_updates import (
-    Average,
-    NonFinite,
-    average_in_apply,
-    finite_in,
-)
+from hvkit.frameworks.keras.gradients import averaged_updates
 from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
-from hvkit.frameworks.keras.initial_state import (
-    AdaptedLayers,
-    has_weights,
-    synchronise,
-    synchronise_optimizers,
-)
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.loss_scale import share_scale
-from hvkit.frameworks.keras.optimizers import (
-    calls_of_apply,
-    updating,
-)
+from hvkit.frameworks.keras.optimizers import calls_of_apply, updating
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.refusals import (
-    let_differ,
-    refuse_left_out,
-    refuse_overwritten,
-    remember_updated,
-)
-from hvkit.frameworks.keras.sharded import (
-    TensorFlowSender,
-)
+from hvkit.frameworks.keras.sharded import TensorFlowSender
+from hvkit.frameworks.keras.weights.around_updates import Updates
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
 from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
+from hvkit.frameworks.keras.weights.variables import Variables
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
@@ -105,22 +80,19 @@ class KerasOnTensorFlowPort(KerasPort):
         super().__init__(models, optimizers, options)
         self.averagers: list[GradientAverager] = []
         self._samples: SampleCounts | None = None
+        self._average_at_end: Callable[[], None] = lambda: None
         self._synchronised: dict[int, Any] = {}
         # Models whose weights no rank has sent yet.
         self._pending = list(models)
         self._optimizers_pending = True
 
     def _name(self) -> str:
-        return self.options.group.numbered("hvkit")
-
-    def _wait(self, name: str) -> GraphWait:
-        return GraphWait(name, group=self.options.group)
+        return self.group.numbered("hvkit")
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
-        built = collectives.gather(
-            "distribute", [has_weights(each) for each in self.models], self.options.group
-        )
+        has_weights = list(map(initial_state.has_weights, self.models))
+        built = collectives.gather("distribute", has_weights, self.group)
         for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
             if all(on_ranks):
                 self._synchronise_before_it_computes(model)
@@ -135,20 +107,20 @@ class KerasOnTensorFlowPort(KerasPort):
 
     def _synchronise_before_it_computes(self, model: Any) -> None:
         """Synchronise a model's weights, vocabularies and constants."""
-        layers = AdaptedLayers(model)
+        layers = initial_state.AdaptedLayers(model)
         self._synchronise_model(model)
-        layers.copy_from_first(self.options.group)
+        layers.copy_from_first(self.group)
 
     def _synchronise(self, weights: Sequence[Any]) -> None:
         self._synchronised.update((id(backend_variable(w)), w) for w in weights)
-        synchronise(weights, self.options.group)
+        initial_state.synchronise(weights, self.group)
 
     def _synchronise_optimizers(self) -> None:
         if self._optimizers_pending:
             self._optimizers_pending = False
             divided = ids_of_slots(self.optimizers)
             trained = self.model.trainable_variables
-            synchronise_optimizers(self.optimizers, trained, self.options.group, divided)
+            initial_state.synchronise_optimizers(self.optimizers, trained, self.group, divided)
 
     def _synchronise_in_first_call(self, model: Any) -> None:
         self._synchronise_batch_norm()
@@ -160,10 +132,11 @@ class KerasOnTensorFlowPort(KerasPort):
             return
         everything = self.options.batch_norm == "sync"
         if everything or isinstance(self.options.strategy, Averaging):
-            synchronise_batch_norm(
-                self.model, everything=everything, gather=gather_row, group=self.options.group
+            gather = buffers.gather_row
+            buffers.synchronise_batch_norm(
+                self.model, everything=everything, gather=gather, group=self.group
             )
-        elif made_synchronised(self.model):
+        elif buffers.made_synchronised(self.model):
             warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
@@ -172,14 +145,14 @@ class KerasOnTensorFlowPort(KerasPort):
         There are some if a ``train_step`` calls only parts of a model, and if the script uses a
         layer for the first time.
         """
-        refuse_overwritten(self.options.strategy, variables)
-        remember_updated(variables)
+        refusals.refuse_overwritten(self.options.strategy, variables)
+        refusals.remember_updated(variables)
         for model in self._pending:
             if model.weights and have_values(model.weights):
                 self._synchronise_model(model)
         new = [v for v in variables if id(backend_variable(v)) not in self._synchronised]
         if new and have_values(new):
-            refuse_left_out(self.models, self.optimizers, new)
+            refusals.refuse_left_out(self.models, self.optimizers, new)
             self._synchronise(new)
         if self._optimizers_pending and have_values(variables):
             self._synchronise_optimizers()
@@ -197,90 +170,83 @@ class KerasOnTensorFlowPort(KerasPort):
             assert isinstance(strategy, Averaging)
             for each in self.inner:
                 average = self._average(strategy)
-                average_in_apply(each, average, self._before_update, self._nonfinite())
+                averaged_updates.average_in_apply(
+                    each, average, self._before_update, self._nonfinite()
+                )
+            agree = averaged_updates.finite_in(self.group)
             for each in self.optimizers:
-                agree = finite_in(self.options.group)
-                share_scale(each, agree, self.options.group.size, self.models)
-            self._divide_state(lambda: TensorFlowSender(self._name(), self.options.group))
+                share_scale(each, agree, self.group.size, self.models)
+            self._divide_state(lambda: TensorFlowSender(self._name(), self.group))
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
                 keeper = keeper_of(self.model, self.averagers, strategy, compression)
-        wait = None
-        if local is None and self.options.batch_norm == "average":
-            wait = self._wait(self._name())
-        end_epoch = functools.partial(self._end_epoch, wait)
+            self._average_at_end = self._statistics_average(self._name())
         for model in self.models:  # which keep all that is here by this
             use_counts_of_all_ranks(model, self._samples, trains=local is None)
-            share_results(
-                model, self.averagers, end_epoch, self.options.group, local, timeline_callbacks
-            )
+            epoch = Epoch(self.group, self._end_epoch, strategy, self.averagers, timeline_callbacks)
+            epoch.keeper = local
+            if isinstance(local, TensorFlowRoundKeeper):  # a server gets what the script has set
+                epoch.begin = local.accept_set_weights
+            share_results(model, epoch)
             vars(model)[_KEEPER] = keeper
         return self._records(), keeper
 
     def _counts(self) -> SampleCounts:
         accumulates = any(each.gradient_accumulation_steps for each in updating(self.optimizers))
-        return SampleCounts(self._name(), self.options.group, accumulates)
+        return SampleCounts(self._name(), self.group, accumulates)
 
-    def _nonfinite(self) -> NonFinite | None:
+    def _nonfinite(self) -> averaged_updates.NonFinite | None:
         if self.options.on_nonfinite == "ignore":
             return None
-        name = f"{self._name()}.finite"
-        wait = self._wait(f"{name}.statistics")
+        name, statistics = f"{self._name()}.finite", None
+        if self.options.on_nonfinite == "skip":
+            statistics = buffers.LastStatistics(self.model, self._statistics_average(name))
+        return averaged_updates.NonFinite(self.options.on_nonfinite, name, statistics, self.group)
 
-        def averaged() -> None:
-            if self.options.batch_norm == "average":
-                average_statistics(self.model, wait, self.options.group)
+    def _statistics_average(self, name: str) -> Callable[[], None]:
+        """A function that averages the statistics of batch norm, if the options say so."""
+        if self.options.batch_norm != "average":
+            return lambda: None
+        wait = GraphWait(f"{name}.statistics", group=self.group)
+        return functools.partial(buffers.average_statistics, self.model, wait, self.group)
 
-        skips = self.options.on_nonfinite == "skip"
-        statistics = LastStatistics(self.model, averaged) if skips else None
-        return NonFinite(self.options.on_nonfinite, name, statistics, self.options.group)
-
-    def _end_epoch(self, wait: GraphWait | None) -> None:
+    def _end_epoch(self) -> None:
         """Average statistics after batches that no update has followed yet; compare the ranks."""
-        steps = [each.gradient_accumulation_steps or 1 for each in updating(self.optimizers)]
         left = any(
-            calls_of_apply(o) % n for o, n in zip(updating(self.optimizers), steps, strict=True)
+            calls_of_apply(each) % (each.gradient_accumulation_steps or 1)
+            for each in updating(self.optimizers)
         )
-        if wait is not None and left:
-            average_statistics(self.model, wait, self.options.group)
+        if left:
+            self._average_at_end()
         self._compare()
 
     def _local_weights(
         self, strategy: Rounds | ParameterServer
     ) -> TensorFlowRoundKeeper | ServedModel:
-        let_differ([self.model, *self.models], self.inner)
-        with_statistics = self.options.batch_norm == "average"
+        refusals.let_differ([self.model, *self.models], self.inner)
         name = self._name()
+        weights = Variables(self.model, name, self.options.batch_norm == "average", self.group)
         keeper: TensorFlowRoundKeeper | ServedModel
         if isinstance(strategy, ParameterServer):
-            keeper = ServedModel(strategy, self.model, name, with_statistics)
+            keeper = ServedModel(strategy, weights, name)
         else:
-            compression = self.options.compression
-            group = self.options.group
-            keeper = TensorFlowRoundKeeper(
-                strategy, self.model, name, compression, with_statistics, group
-            )
+            keeper = TensorFlowRoundKeeper(strategy, weights, name, self.options.compression)
         for each in self.inner:
-            checks = Checks(self._name(), self.model, self.options.group, first_only=True)
-            keeper.watch_updates(each, checks, self._before_update)
+            checks = Checks(self._name(), self.model, self.group, first_only=True)
+            Updates(keeper, each, checks, self._before_update)
         return keeper
 
-    def _average(self, strategy: Averaging) -> Average:
-        name, group = self._name(), self.options.group
-        checks = Checks(name, self.model, group, self.options.check_every)
-        compression = self.options.compression
+    def _average(self, strategy: Averaging) -> averaged_updates.Average:
+        name = self._name()
+        checks = Checks(name, self.model, self.group, self.options.check_every)
         average_gradients = GradientAverager(
-            name, strategy, compression, checks, group, self._samples
+            name, strategy, self.options.compression, checks, self.group, self._samples
         )
         self.averagers.append(average_gradients)
-        if self.options.batch_norm != "average":
-            return average_gradients
-        wait = self._wait(f"{name}.statistics")
+        average_statistics = self._statistics_average(name)
 
-        def average(
-            gradients: Sequence[Any], variables: Sequence[Any], absent: Sequence[Any] | None = None
-        ) -> list[Any]:
-            means = average_gradients(gradients, variables, absent)
-            average_statistics(self.model, wait, self.options.group)
+        def average(*given: Any) -> list[Any]:
+            means = average_gradients(*given)
+            average_statistics()
             return means
 
         return average

@@ -34,6 +34,13 @@ def updating(optimizers: Sequence[Any]) -> list[Any]:
     return [part for each in optimizers for part in parts_of(inner_optimizer(each))]
 
 
+def variables_of(optimizer: Any, given: Any) -> Any:
+    """The variables that ``apply`` will change, of which it gets some or None; None if unknown."""
+    if given is not None:
+        return list(given)
+    return optimizer._trainable_variables if optimizer.built else None
+
+
 def calls_of_apply(optimizer: Any) -> int:
     """How often ``apply`` was called, also to accumulate; ``iterations`` counts updates only."""
     return int(optimizer._iterations.value)
@@ -92,44 +99,36 @@ def scale_rates(
     """Make every update of these optimizers use multiplied rates; return the user's with it."""
     if not multiplier.changes_nothing:
         for each in optimizers:
-            RateInUpdate(each, multiplier)
+            _scale_rate(each, multiplier)
     return [(float(each.learning_rate), multiplier) for each in optimizers]
 
 
-class RateInUpdate:
-    """Multiplies the learning rate of one optimizer, only where its ``apply`` reads it.
+def _scale_rate(optimizer: Any, multiplier: Multiplier) -> None:
+    """Multiply the learning rate of an optimizer, only where its ``apply`` reads it.
 
     ``optimizer.learning_rate`` stays the user's: callbacks, loggers and saved files read and write
     it at any time. It may be a number, a ``LearningRateSchedule`` or a function.
     """
+    read, apply = optimizer._get_current_learning_rate, optimizer.apply
+    full, first, steps = multiplier.full, multiplier.first, multiplier.warmup_steps
+    in_update = False
 
-    def __init__(self, optimizer: Any, multiplier: Multiplier) -> None:
-        self._optimizer = optimizer
-        self._multiplier = multiplier
-        self._updating = False
-        read, apply = optimizer._get_current_learning_rate, optimizer.apply
-
-        def rate() -> Any:
-            return read() * self._by() if self._updating else read()
-
-        def apply_at_multiplied_rate(*args: Any, **kwargs: Any) -> None:
-            self._updating = True
-            try:
-                apply(*args, **kwargs)
-            finally:
-                self._updating = False
-
-        optimizer._get_current_learning_rate = rate
-        optimizer.apply = apply_at_multiplied_rate
-
-    def _by(self) -> Any:
-        """The factor of this step: ``Multiplier.at``, of tensors during a warm-up."""
-        full, first, steps = (
-            self._multiplier.full,
-            self._multiplier.first,
-            self._multiplier.warmup_steps,
-        )
+    def rate() -> Any:
+        if not in_update:
+            return read()
         if not steps:
-            return full
-        step = ops.cast(self._optimizer.iterations, "float32")
-        return ops.where(step >= steps, full, first + (full - first) * step / steps)
+            return read() * full
+        # ``Multiplier.at``, of tensors
+        step = ops.cast(optimizer.iterations, "float32")
+        return read() * ops.where(step >= steps, full, first + (full - first) * step / steps)
+
+    def apply_at_multiplied_rate(*args: Any, **kwargs: Any) -> None:
+        nonlocal in_update
+        in_update = True
+        try:
+            apply(*args, **kwargs)
+        finally:
+            in_update = False
+
+    optimizer._get_current_learning_rate = rate
+    optimizer.apply = apply_at_multiplied_rate

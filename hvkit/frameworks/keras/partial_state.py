@@ -6,9 +6,10 @@ another rank gets a placeholder without elements in the place of its state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -17,45 +18,27 @@ from hvkit import runtime
 from hvkit.frameworks.keras.backends import numpy_dtype, set_anew
 from hvkit.frameworks.keras.optimizers import inner_optimizer, new_like, parts_of
 
-
-class Shards(Protocol):
-    """Divides the state of one optimizer."""
-
-    def slots(self) -> list[Any]:
-        """The variables with the state of single weights."""
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """A context in which rank 0 holds the whole state; a collective."""
-
-    def unfolded(self) -> AbstractContextManager[None]:
-        """A context with room for the whole state; afterwards this rank keeps its part."""
-
-
 # By optimizer: the innermost ones, which do the update.
-_shards: WeakKeyDictionary[Any, Shards] = WeakKeyDictionary()
+_states: WeakKeyDictionary[Any, PartialState] = WeakKeyDictionary()
 
 
-def remember(optimizer: Any, shards: Shards) -> None:
-    """Remember that an optimizer's state is divided."""
-    _shards[optimizer] = shards
-
-
-def shards_of(optimizer: Any) -> list[Shards]:
-    """The shards of an optimizer, or of those inside it; empty if no state is divided."""
-    return [_shards[part] for part in parts_of(inner_optimizer(optimizer)) if part in _shards]
+def _states_of(optimizer: Any) -> list[PartialState]:
+    """Those of an optimizer, or of the ones inside it; empty if no state is divided."""
+    return [_states[part] for part in parts_of(inner_optimizer(optimizer)) if part in _states]
 
 
 def ids_of_slots(optimizers: Sequence[Any]) -> set[int]:
     """The ids of the optimizers' variables that differ between ranks."""
-    return {id(v) for each in optimizers for shards in shards_of(each) for v in shards.slots()}
+    states = [state for each in optimizers for state in _states_of(each)]
+    return {id(slot) for state in states for slot, _ in state.slots}
 
 
 @contextmanager
 def gathered(optimizer: Any) -> Iterator[None]:
     """A context in which rank 0 holds an optimizer's whole state; a collective if it is divided."""
     with ExitStack() as stack:
-        for shards in shards_of(optimizer):
-            stack.enter_context(shards.gathered())
+        for state in _states_of(optimizer):
+            stack.enter_context(state.gathered())
         yield
 
 
@@ -63,8 +46,8 @@ def gathered(optimizer: Any) -> Iterator[None]:
 def unfolded(optimizer: Any) -> Iterator[None]:
     """A context with room for an optimizer's whole state, to load it."""
     with ExitStack() as stack:
-        for shards in shards_of(optimizer):
-            stack.enter_context(shards.unfolded())
+        for state in _states_of(optimizer):
+            stack.enter_context(state.unfolded())
         yield
 
 
@@ -72,37 +55,42 @@ def unfolded(optimizer: Any) -> Iterator[None]:
 ACCUMULATOR = "gradient_accumulator"
 
 
-class PartialState:
-    """Replaces the methods of an optimizer that make, save and load its state."""
+class PartialState(ABC):
+    """Divides the state of one optimizer, which updates variables and does not scale the loss.
 
-    def __init__(
-        self,
-        optimizer: Any,
-        holds: Callable[[Any], bool],
-        divider: str,
-        how_to_save: str,
-        *,
-        whole_accumulators: bool,
-    ) -> None:
+    Replaces its methods that make, save and load it. ``slots`` are the state of single weights,
+    with the weight that each part belongs to.
+    """
+
+    # The rest of the error for saving a part.
+    how_to_save: ClassVar[str]
+    # Whether every rank keeps the sums of all gradients.
+    whole_accumulators: ClassVar[bool]
+
+    def __init__(self, optimizer: Any, divider: str) -> None:
         # Weak: the optimizer's methods keep this object.
         self._optimizer = ref(optimizer)
-        self._holds, self._divider, self._how_to_save = holds, divider, how_to_save
-        self._whole_accumulators = whole_accumulators
+        self._divider = divider
         self.slots: list[tuple[Any, Any]] = []
         # Whether this rank holds the state of all weights now.
         self._whole = False
-        make = optimizer.add_variable_from_reference
+        make, build = optimizer.add_variable_from_reference, optimizer.build
         save, load = optimizer.save_own_variables, optimizer.load_own_variables
 
         def make_slot(reference_variable: Any, name: Any = None, initializer: Any = "zeros") -> Any:
-            if whole_accumulators and name == ACCUMULATOR:
+            if self.whole_accumulators and name == ACCUMULATOR:
                 return make(reference_variable, name=name, initializer=initializer)
-            if holds(reference_variable):
+            if self.holds(reference_variable):
                 slot = make(reference_variable, name=name, initializer=initializer)
             else:
                 slot = optimizer.add_variable((0,), "zeros", reference_variable.dtype, name=name)
             self.slots.append((slot, reference_variable))
             return slot
+
+        def build_part(variables: Sequence[Any]) -> None:
+            self.know(variables)
+            build(variables)
+            self._refuse_shared()
 
         def save_whole(store: Any) -> None:
             self._refuse_part()
@@ -113,20 +101,36 @@ class PartialState:
                 load(store)
 
         optimizer.add_variable_from_reference = make_slot
+        optimizer.build = build_part
         optimizer.save_own_variables = save_whole
         optimizer.load_own_variables = load_own
+        _states[optimizer] = self
+        if optimizer.built:
+            self._divide()
 
-    def divide(self) -> None:
+    @abstractmethod
+    def holds(self, variable: Any) -> bool:
+        """Whether this rank holds the state of a weight."""
+
+    def know(self, variables: Sequence[Any]) -> None:  # noqa: B027  # most need not
+        """Called with all weights of the optimizer, before it is asked who holds them."""
+
+    @abstractmethod
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which rank 0 holds the whole state; a collective."""
+
+    def _divide(self) -> None:
         """Keep this rank's part of a state that was made before."""
         optimizer: Any = self._optimizer()
-        self.slots += slots_of(optimizer, optimizer._trainable_variables)
-        if optimizer.gradient_accumulation_steps and not self._whole_accumulators:
-            accumulators = optimizer._accumulated_gradients
-            self.slots += zip(accumulators, optimizer._trainable_variables, strict=True)
-        self.refuse_shared()
+        variables = optimizer._trainable_variables
+        self.know(variables)
+        self.slots += slots_of(optimizer, variables)
+        if optimizer.gradient_accumulation_steps and not self.whole_accumulators:
+            self.slots += zip(optimizer._accumulated_gradients, variables, strict=True)
+        self._refuse_shared()
         self._fold()
 
-    def refuse_shared(self) -> None:
+    def _refuse_shared(self) -> None:
         """Raise if the optimizer keeps arrays that are not made for single weights."""
         optimizer: Any = self._optimizer()
         known = {id(slot) for slot, _ in self.slots}
@@ -140,7 +144,7 @@ class PartialState:
                 )
 
     def _others(self) -> list[tuple[Any, Any]]:
-        return [(slot, v) for slot, v in self.slots if not self._holds(v)]
+        return [(slot, v) for slot, v in self.slots if not self.holds(v)]
 
     def _fold(self) -> None:
         """Drop the state of weights that other ranks hold."""
@@ -164,7 +168,7 @@ class PartialState:
         if not self._whole:
             raise ValueError(
                 f"saving {type(self._optimizer()).__name__} on rank {runtime.rank()} would save "
-                f"only the part of this rank: {self._how_to_save}"
+                f"only the part of this rank: {self.how_to_save}"
             )
 
 

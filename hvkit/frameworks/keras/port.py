@@ -36,8 +36,10 @@ class KerasPort:
     """
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        self.models, self.optimizers, self.options = list(models), list(optimizers), options
+        self.models, self.optimizers = list(models), list(optimizers)
+        self.options, self.group = options, options.group
         refuse_optimizers(self.models, self.optimizers, options)
+        self._divides_state = isinstance(options.strategy, ShardedOptimizer)
         if isinstance(options.strategy, ShardedOptimizer):
             for each in updating(self.optimizers):
                 refuse_joint_updates(options.strategy, each)
@@ -73,22 +75,22 @@ class KerasPort:
 
     def _divide_state(self, sender: Callable[[], VariableSender]) -> None:
         """Divide the state of optimizers among the ranks, if the strategy does."""
-        group, strategy = self.options.group, self.options.strategy
+        strategy = self.options.strategy
         if isinstance(strategy, ShardedOptimizer):
-            owned_bytes = [0] * group.size
+            owned_bytes = [0] * self.group.size
             for each in updating(self.optimizers):
-                OptimizerShards(strategy, each, owned_bytes, sender(), group)
+                OptimizerShards(strategy, each, owned_bytes, sender(), self.group)
 
     def _records(self) -> list[tuple[Any, Record]]:
         return [(each, self._record(each)) for each in self.optimizers]
 
     def _record(self, optimizer: Any) -> Record:
-        if not isinstance(self.options.strategy, ShardedOptimizer):
+        if not self._divides_state:
             return Record()
         weak = ref(optimizer)  # the record lives as long as the optimizer
         return Record(gathered=lambda: gathered(weak()))
 
     def _compare(self) -> None:
         """Compare the ranks at the end of an epoch; a collective."""
-        require_same_weights("fit", self.model, self.optimizers, self.options.group)
-        warn_of_unlike("fit", *compared_of(self.model), self.options.group)
+        require_same_weights("fit", self.model, self.optimizers, self.group)
+        warn_of_unlike("fit", *compared_of(self.model), self.group)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import keras
 
@@ -35,7 +34,7 @@ _averaged_by_horovod: WeakSet[Any] = WeakSet()
 _differing: WeakSet[Any] = WeakSet()
 # Weights that an averaged optimizer has updated, by id. They may outlive their model, in another
 # one. A WeakSet cannot hold them: variables compare by value.
-_updated: dict[int, weakref.ref[Any]] = {}
+_updated: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
@@ -172,8 +171,7 @@ def refuse_own_averages(strategy: object, optimizer: Any) -> None:
 
 
 def refuse_overwritten(strategy: object, variables: Sequence[Any]) -> None:
-    """Raise if ranks train local weights and an update overwrites variables with their gradients.
-    """
+    """Raise for local weights if an update overwrites variables with their gradients."""
     if not isinstance(strategy, Rounds | ParameterServer):
         return
     for each in variables:
@@ -256,6 +254,10 @@ def let_differ(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
     _differing.update([*models, *optimizers])
 
 
+def was_passed(model: Any) -> bool:
+    return model in _models
+
+
 def is_distributed(model: Any) -> bool:
     """Whether the model was passed to ``distribute``, or contains one that was."""
     return any(part in _models for part in model._flatten_layers())
@@ -271,20 +273,13 @@ def is_alike(optimizer: Any) -> bool:
 
 def remember_updated(variables: Iterable[Any]) -> None:
     """Let only averaged optimizers update these variables, also once their model is gone."""
-    for each in variables:
-        if id(each) not in _updated:
-            forget = functools.partial(_forget, id(each))
-            _updated[id(each)] = weakref.ref(each, forget)
-
-
-def _forget(number: int, _: weakref.ref[Any]) -> None:
-    _updated.pop(number, None)
+    _updated.update((id(each), each) for each in variables)
 
 
 def weights_of_distributed() -> set[int]:
     """The ids of the weights of distributed models that are the same on all ranks."""
     differing = {id(w) for model in _models if model in _differing for w in model.weights}
-    return (weights_of_models() | _updated.keys()) - differing
+    return weights_of_models().union(_updated) - differing
 
 
 def weights_of_models() -> set[int]:
@@ -359,7 +354,7 @@ def names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
 
     Also those that the model contains and that have no weights yet.
     """
-    if model in _models:
+    if was_passed(model):
         return ""
     own, parts = {id(v) for v in variables}, {id(part) for part in model._flatten_layers()}
     found = [

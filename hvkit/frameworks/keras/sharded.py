@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import keras
@@ -28,13 +28,13 @@ from hvkit.frameworks.keras.backends import (
     outside_graphs,
 )
 from hvkit.frameworks.keras.optimizers import new_like
-from hvkit.frameworks.keras.partial_state import PartialState, remember
+from hvkit.frameworks.keras.partial_state import PartialState
 from hvkit.strategies import ShardedOptimizer
 
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire
+    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, values_of
 
 
 class VariableSender(Protocol):
@@ -51,11 +51,18 @@ class VariableSender(Protocol):
         """
 
 
-class OptimizerShards:
-    """Divides the state of one optimizer among the ranks; implements ``partial_state.Shards``.
+class OptimizerShards(PartialState):
+    """Divides the state of one optimizer among the ranks.
 
     ``owned_bytes`` are those that each rank owns already, in rank order; they count up.
     """
+
+    how_to_save = (
+        "save with hvkit.Checkpoint (in fit, with its callback() in place of ModelCheckpoint), or "
+        "on rank 0 inside `with hvkit.settled(optimizer):`, which every rank enters"
+    )
+    # Every rank needs all sums of gradients: it averages them before it updates its own.
+    whole_accumulators = True
 
     def __init__(
         self,
@@ -65,49 +72,30 @@ class OptimizerShards:
         sender: VariableSender,
         group: Group,
     ) -> None:
-        self._strategy = strategy
+        self._strategy, self._owned_bytes = strategy, owned_bytes
         self._group = group
-        self._owned_bytes = owned_bytes
-        self._sender = sender
         self._owner: dict[int, int] = {}
-        # Every rank needs all sums of gradients: it averages them before it updates its own.
-        self._state = PartialState(
-            optimizer,
-            self._owns,
-            str(strategy),
-            "save with hvkit.Checkpoint (in fit, with its callback() in place of "
-            "ModelCheckpoint), or on rank 0 inside `with hvkit.settled(optimizer):`, which every "
-            "rank enters",
-            whole_accumulators=True,
-        )
-        remember(optimizer, self)
-        self._follow(optimizer)
-        if optimizer.built:
-            self.owner_of(optimizer._trainable_variables)
-            self._state.divide()
-
-    def _follow(self, optimizer: Any) -> None:
-        """Replace the methods of the optimizer that make and use its state."""
-        build, update = optimizer.build, optimizer._backend_update_step
-
-        def build_divided(variables: Sequence[Any]) -> None:
-            self.owner_of(variables)
-            build(variables)
-            self._state.refuse_shared()
+        super().__init__(optimizer, str(strategy))
+        update = optimizer._backend_update_step
 
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
-            owned = [i for i, owner in enumerate(owners) if owner == self._group.rank]
-            self._sender.leave_out([g for i, g in enumerate(grads) if i not in owned])
+            owned = [i for i, owner in enumerate(owners) if owner == group.rank]
+            sender.leave_out([g for i, g in enumerate(grads) if i not in owned])
             if owned or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
                 update([grads[i] for i in owned], [variables[i] for i in owned], rate)
-            self._send([backend_variable(v) for v in variables], owners)
+            values = [backend_variable(v) for v in variables]
+            plan = chunks_by_owner([_bytes(v) for v in values], owners, group.size)
+            for number, piece in enumerate(plan):
+                sender.send(number, piece, values)
 
-        optimizer.build = build_divided
         optimizer._backend_update_step = update_own
 
-    def _owns(self, variable: Any) -> bool:
+    def holds(self, variable: Any) -> bool:
         return self.owner_of([variable])[0] == self._group.rank
+
+    def know(self, variables: Sequence[Any]) -> None:
+        self.owner_of(variables)
 
     def owner_of(self, variables: Sequence[Any]) -> list[int]:
         """The ranks that own variables; new ones get an owner. Every rank passes the same."""
@@ -117,25 +105,13 @@ class OptimizerShards:
         self._owner.update(zip((id(backend_variable(v)) for v in new), owners, strict=True))
         return [self._owner[key] for key in keys]
 
-    def _send(self, variables: Sequence[Any], owners: Sequence[int]) -> None:
-        """Send the variables that this rank owns, and take over the others; a collective."""
-        plan = chunks_by_owner([_bytes(v) for v in variables], owners, self._group.size)
-        for number, piece in enumerate(plan):
-            self._sender.send(number, piece, variables)
-
-    def slots(self) -> list[Any]:
-        return [slot for slot, _ in self._state.slots]
-
-    def unfolded(self) -> AbstractContextManager[None]:
-        return self._state.unfolded()
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         refuse_in_group("hvkit.settled of an optimizer", self._group)
-        owners = self.owner_of([variable for _, variable in self._state.slots])
+        owners = self.owner_of([variable for _, variable in self.slots])
         owned = {
             i: np.array(slot.numpy())
-            for i, ((slot, _), owner) in enumerate(zip(self._state.slots, owners, strict=True))
+            for i, ((slot, _), owner) in enumerate(zip(self.slots, owners, strict=True))
             if owner == runtime.rank() != 0
         }
         with ExitStack() as stack:
@@ -143,7 +119,7 @@ class OptimizerShards:
                 stack.enter_context(self.unfolded())
             for of_rank in messages.collect("hvkit.settled", owned):  # on rank 0
                 for i, array in of_rank.items():
-                    self._state.slots[i][0].assign(array)
+                    self.slots[i][0].assign(array)
             yield
 
 
@@ -185,8 +161,8 @@ class TensorFlowSender:
         """Use gradients, so that a graph computes their means: other ranks wait for this one."""
         used = [tf.convert_to_tensor(0.0)]
         for each in gradients:
-            values = each.values if isinstance(each, tf.IndexedSlices) else each
-            used.append(tf.cast(tf.reduce_sum(tf.reshape(values, [-1])[:1]), tf.float32))
+            first = tf.reshape(values_of(each), [-1])[:1]
+            used.append(tf.cast(tf.reduce_sum(first), tf.float32))
         self._used.assign(tf.add_n(used))
 
     def send(self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from numpy.typing import NDArray
 
-
-def reshape(x: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-    return tf.reshape(x, shape)
+reshape, cast, where, split, take = tf.reshape, tf.cast, tf.where, tf.split, tf.gather
+finite, rounded = tf.math.is_finite, tf.round
+permute = transpose = tf.transpose
+concat = functools.partial(tf.concat, axis=0)
+mean_of_rows = functools.partial(tf.reduce_mean, axis=0)
 
 
 def pad(x: tf.Tensor, zeros: int) -> tf.Tensor:
@@ -31,22 +33,6 @@ def _absolute(x: tf.Tensor) -> tf.Tensor:
     return tf.where(tf.math.is_nan(x), tf.constant(math.inf, x.dtype), tf.abs(x))
 
 
-def where(condition: tf.Tensor, x: tf.Tensor, y: tf.Tensor | float) -> tf.Tensor:
-    return tf.where(condition, x, y)
-
-
-def finite(x: tf.Tensor) -> tf.Tensor:
-    return tf.math.is_finite(x)
-
-
-def rounded(x: tf.Tensor) -> tf.Tensor:
-    return tf.round(x)
-
-
-def cast(x: tf.Tensor, dtype: str) -> tf.Tensor:
-    return tf.cast(x, dtype)
-
-
 def bits(x: tf.Tensor, dtype: str) -> tf.Tensor:
     wanted = tf.as_dtype(dtype)
     if x.dtype.size > wanted.size:  # TensorFlow puts the bytes of a value into a new dimension
@@ -54,10 +40,6 @@ def bits(x: tf.Tensor, dtype: str) -> tf.Tensor:
     if x.dtype.size < wanted.size:
         return tf.bitcast(tf.reshape(x, (x.shape[0], -1, wanted.size // x.dtype.size)), wanted)
     return tf.bitcast(x, wanted)
-
-
-def mean_of_rows(x: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(x, axis=0)
 
 
 def constant(array: NDArray[Any], like: tf.Tensor) -> tf.Tensor:
@@ -69,21 +51,8 @@ def to_numpy(x: tf.Tensor) -> NDArray[Any]:
     return array
 
 
-def concat(vectors: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.concat(list(vectors), axis=0)
-
-
-def split(x: tf.Tensor, sizes: Sequence[int]) -> list[tf.Tensor]:
-    pieces: list[tf.Tensor] = tf.split(x, list(sizes))
-    return pieces
-
-
 def largest_at(x: tf.Tensor, count: int) -> tf.Tensor:
     return tf.math.top_k(_absolute(x), count, sorted=False).indices
-
-
-def take(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
-    return tf.gather(x, at)
 
 
 def without(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
@@ -92,14 +61,6 @@ def without(x: tf.Tensor, at: tf.Tensor) -> tf.Tensor:
 
 def sum_at(length: int, at: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(values, at, length)
-
-
-def permute(x: tf.Tensor, axes: tuple[int, ...]) -> tf.Tensor:
-    return tf.transpose(x, axes)
-
-
-def transpose(x: tf.Tensor) -> tf.Tensor:
-    return tf.transpose(x)
 
 
 def orthonormal(x: tf.Tensor) -> tf.Tensor:

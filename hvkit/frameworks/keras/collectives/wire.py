@@ -22,17 +22,15 @@ from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Mess
 from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.host.run_reports import timeline_wanted
-from hvkit.transport.traffic import (
-    Sent,
-    count,
-    count_in_graphs,
-    of_allgather,
-    of_allreduce,
-    of_alltoall,
-    of_messages,
-)
+from hvkit.transport import traffic
 from hvkit.watch import calls
 from hvkit.watch.calls import waiting_for_all_ranks
+
+
+def graph_counter(value: Any = 0, dtype: Any = None) -> tf.Variable:
+    """A variable in the host's memory, for numbers that graphs keep."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(value, trainable=False, dtype=dtype)
 
 
 class BlockedInGraphs:
@@ -47,9 +45,8 @@ class BlockedInGraphs:
         """Measure in graphs that are traced from now on."""
         self.measured = True
         if self._seconds is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._seconds = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-                self._ended = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+            self._seconds = graph_counter(0.0, tf.float64)
+            self._ended = graph_counter(0.0, tf.float64)
 
     def add_since(self, begun: tf.Tensor) -> None:
         """Add the time from ``begun`` to now, inside a graph."""
@@ -83,10 +80,9 @@ class GraphWait:
         self.name = name
         self._within = group.process_set if group else None
         self.ranks = self._within.ranks if self._within else ()
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._entered = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._left = tf.Variable(0, trainable=False, dtype=tf.int64)
-            self._since = tf.Variable(0.0, trainable=False, dtype=tf.float64)
+        self._entered = graph_counter(dtype=tf.int64)
+        self._left = graph_counter(dtype=tf.int64)
+        self._since = graph_counter(0.0, tf.float64)
         calls.watch_graph(self)
 
     def enter(self, ready: Sequence[Any], last: Sequence[Any] | None = None) -> tf.Operation:
@@ -142,6 +138,11 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
+def values_of(gradient: Any) -> Any:
+    """The values of a gradient, which may be row-sparse."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
 def as_one(
     tensors: Sequence[tf.Tensor], function: Callable[[tf.Tensor], tf.Tensor]
 ) -> list[tf.Tensor]:
@@ -154,6 +155,16 @@ def as_one(
 def nothing() -> tf.Tensor:
     """The empty branch of a ``tf.cond``."""
     return tf.constant(True)
+
+
+def run_python(function: Callable[..., None], inputs: Sequence[Any] = ()) -> tf.Tensor:
+    """Call a function of NumPy arrays for what it does; a branch of ``tf.cond``."""
+
+    def call(*arrays: Any) -> np.bool_:
+        function(*arrays)
+        return np.True_
+
+    return tf.numpy_function(call, inputs, tf.bool)
 
 
 def refuse_xla(call: str) -> None:
@@ -205,67 +216,42 @@ class Wire:
         self._ranks = group.process_set or self._hvd.global_process_set
         self.rank, self.size = group.rank, group.size
 
-    def mean(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return self._allreduce(tensor, name, self._hvd.Average)
-
-    def sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return self._allreduce(tensor, name, self._hvd.Sum)
-
-    def lowest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return self._allreduce(tensor, name, self._hvd.Min)
-
-    def highest(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        return self._allreduce(tensor, name, self._hvd.Max)
-
-    def _allreduce(self, tensor: tf.Tensor, name: str, op: Any) -> tf.Tensor:
-        self._counted(of_allreduce(_bytes(tensor), self.size))
-        return self._hvd.allreduce(
-            _not_constant(tensor),
-            op=op,
-            name=name,
-            ignore_name_scope=True,
-            process_set=self._ranks,
+    def _send(self, collective: Callable[..., Any], sent: Any, name: str, **options: Any) -> Any:
+        return collective(
+            sent, name=name, ignore_name_scope=True, process_set=self._ranks, **options
         )
+
+    def _allreduce(self, op: str, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        self._counted(traffic.of_allreduce(_bytes(tensor), self.size))
+        op = getattr(self._hvd, op)
+        return self._send(self._hvd.allreduce, _not_constant(tensor), name, op=op)
+
+    # Of a tensor, under a name; over ranks, of each element.
+    mean = functools.partialmethod(_allreduce, "Average")
+    sum = functools.partialmethod(_allreduce, "Sum")
+    lowest = functools.partialmethod(_allreduce, "Min")
+    highest = functools.partialmethod(_allreduce, "Max")
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """The means over ranks of tensors of one dtype, in one collective."""
-        self._counted(of_allreduce(sum(map(_bytes, tensors)), self.size))
-        tensors = [_not_constant(tensor) for tensor in tensors]
-        means: list[tf.Tensor] = self._hvd.grouped_allreduce(
-            tensors,
-            op=self._hvd.Average,
-            name=name,
-            ignore_name_scope=True,
-            process_set=self._ranks,
-        )
+        self._counted(traffic.of_allreduce(sum(map(_bytes, tensors)), self.size))
+        sent = [_not_constant(tensor) for tensor in tensors]
+        op = self._hvd.Average
+        means: list[tf.Tensor] = self._send(self._hvd.grouped_allreduce, sent, name, op=op)
         return means
 
     def gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """All ranks' rows below each other, in rank order; ranks may have other numbers of rows."""
-        self._counted(of_allgather(_bytes(tensor), self.size))
-        return self._hvd.allgather(
-            _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
-        )
-
-    def shares(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        """This rank's slice of every rank's tensor, in rank order; (size * n,), as the result."""
-        self._counted(of_alltoall(_bytes(tensor), self.size))
-        return self._hvd.alltoall(
-            _not_constant(tensor), name=name, ignore_name_scope=True, process_set=self._ranks
-        )
+        self._counted(traffic.of_allgather(_bytes(tensor), self.size))
+        return self._send(self._hvd.allgather, _not_constant(tensor), name)
 
     def messages(self, messages: Messages, name: str) -> tf.Tensor:
         """The messages of other ranks to this one, in rank order."""
         rows, sent = messages.rows, messages.sent
         size = _bytes(rows) // max(rows.shape[0], 1)
-        self._counted(*of_messages(size, sent, self.rank))
-        received, counts = self._hvd.alltoall(
-            _not_constant(rows),
-            splits=tf.constant(sent, tf.int32),
-            name=name,
-            ignore_name_scope=True,
-            process_set=self._ranks,
-        )
+        self._counted(*traffic.of_messages(size, sent, self.rank))
+        splits = tf.constant(sent, tf.int32)
+        received, counts = self._send(self._hvd.alltoall, _not_constant(rows), name, splits=splits)
         # Also keeps the operation in a graph on ranks that receive nothing.
         expected = tf.constant(messages.received, tf.int32)
         tf.debugging.Assert(tf.reduce_all(counts == expected), [name, counts, expected])
@@ -279,7 +265,9 @@ class Wire:
             case Gather(rows):
                 return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
             case AllToAll(rows):
-                return _with_rows(self.shares(rows, name), rows.shape[0])
+                self._counted(traffic.of_alltoall(_bytes(rows), self.size))
+                received = self._send(self._hvd.alltoall, _not_constant(rows), name)
+                return _with_rows(received, rows.shape[0])
             case Messages():
                 return self.messages(exchange, name)
 
@@ -343,8 +331,7 @@ def _not_constant(tensor: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _true() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.Variable(True, trainable=False)
+    return graph_counter(True)
 
 
 def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
@@ -361,13 +348,12 @@ def _bytes(tensor: tf.Tensor) -> Any:
 @functools.cache
 def _counters(purpose: str) -> Callable[..., None]:
     """A function that counts a collective of some bytes, in eager code and inside a graph."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        counted = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
-    count_in_graphs(purpose, lambda: Sent(*counted.numpy().tolist()))
+    counted = graph_counter([0, 0], tf.int64)
+    traffic.count_in_graphs(purpose, lambda: traffic.Sent(*counted.numpy().tolist()))
 
     def add(size: Any, messages: int = 1) -> None:
         if tf.executing_eagerly():
-            count(purpose, int(size), messages)
+            traffic.count(purpose, int(size), messages)
         else:
             with tf.device("CPU:0"):
                 counted.assign_add(tf.stack([tf.cast(size, tf.int64), messages]), read_value=False)

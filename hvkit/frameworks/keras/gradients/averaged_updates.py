@@ -19,16 +19,19 @@ from hvkit.frameworks.keras.buffers import LastStatistics
 from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
     Wire,
+    graph_counter,
+    nothing,
     refuse_tf_distribute,
     refuse_xla,
+    run_python,
+    values_of,
 )
 from hvkit.frameworks.keras.loss_scale import Agree, fit_half
-from hvkit.frameworks.keras.optimizers import is_overwritten, let_leave_out_updates
+from hvkit.frameworks.keras.optimizers import is_overwritten, let_leave_out_updates, variables_of
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
-
 
 Average = Callable[..., list[Any]]
 """As ``hvkit.frameworks.keras.gradients.averager.GradientAverager.__call__``."""
@@ -50,23 +53,21 @@ def average_in_apply(
     def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
-        grads = list(grads)
-        known = trainable_variables is None and optimizer.built
-        variables = optimizer._trainable_variables if known else trainable_variables
+        grads, variables = list(grads), variables_of(optimizer, trainable_variables)
         if grads and variables is not None:
-            variables = list(variables)
             before_update(variables)
             if nonfinite:
                 if not optimizer.built:
                     optimizer.build(variables)
-                own = None if known else variables
-                nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), own))
+                nonfinite.guard(
+                    grads, variables, lambda: apply(average(grads, variables), variables)
+                )
                 return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_at_last_step(optimizer, average, grads, variables)
             else:
                 grads = average(grads, variables)
-        apply(grads, None if known else variables)
+        apply(grads, variables)
 
     optimizer.apply = averaged_apply
 
@@ -172,8 +173,7 @@ class NonFinite:
         self._wire = Wire("checks", group)
         self._wait = GraphWait(name, group=group)
         # Updates that this process has tried, in graphs and in eager code, skipped ones among them.
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._tried = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._tried = graph_counter(dtype=tf.int64)
 
     def guard(
         self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[], None]
@@ -202,52 +202,43 @@ class NonFinite:
         def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
             return FloatingPointError(f"in {text(*found)}")
 
-        def skip(*found: np.ndarray[Any, Any]) -> np.int32:
+        def skip(*found: np.ndarray[Any, Any]) -> None:
             if group.rank == 0:
                 logger.warning("skipped %s", text(*found))
             skipped_steps.number += 1
-            return np.int32(0)
 
-        step = tf.convert_to_tensor(step)
-        if tf.executing_eagerly():
-            if not bool(bad):
-                update()
-                if self._statistics is not None:
-                    self._statistics.keep()
-            elif self._statistics is None:
-                raise mark_as_shown_by(error(gathered.numpy(), step.numpy()), self._group.first)
-            else:
-                self._statistics.put_back()
-                skip(gathered.numpy(), step.numpy())
-            return
-        if (statistics := self._statistics) is None:
-            reason = tf.cond(
-                bad,
-                lambda: tf.numpy_function(
-                    lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
-                    [gathered, step],
-                    tf.string,
-                ),
-                lambda: tf.constant(""),
-            )
-            with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(bad), [reason])]):
-                update()
-            return
+        found = [gathered, tf.convert_to_tensor(step)]
+        if statistics := self._statistics:
 
-        def updated() -> tf.Tensor:
+            def updated() -> tf.Tensor:
+                update()
+                statistics.keep()
+                return nothing()
+
+            def skipped() -> tf.Tensor:
+                statistics.put_back()
+                return run_python(skip, found)
+
+            tf.cond(bad, skipped, updated)
+        elif tf.executing_eagerly():
+            if bad:
+                raise mark_as_shown_by(error(*(each.numpy() for each in found)), group.first)
             update()
-            statistics.keep()
-            return tf.constant(0)
+        else:
 
-        def skipped() -> tf.Tensor:
-            statistics.put_back()
-            return tf.numpy_function(skip, [gathered, step], tf.int32)
+            def reason() -> tf.Tensor:
+                return tf.numpy_function(
+                    lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
+                    found,
+                    tf.string,
+                )
 
-        tf.cond(bad, skipped, updated)
+            reasons = [tf.cond(bad, reason, lambda: tf.constant(""))]
+            with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(bad), reasons)]):
+                update()
 
 
 def _is_bad(gradient: Any) -> tf.Tensor:
     if gradient is None:
         return tf.constant(False)
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))
+    return tf.logical_not(tf.reduce_all(tf.math.is_finite(values_of(gradient))))

@@ -30,7 +30,14 @@ from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, as_one, widened
+from hvkit.frameworks.keras.collectives.wire import (
+    GraphWait,
+    Wire,
+    as_one,
+    graph_counter,
+    values_of,
+    widened,
+)
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
@@ -73,8 +80,7 @@ class GradientAverager:
         self._check = check
         self._samples = samples or SampleCounts(f"{name}.samples", group)
         # Added to constants that are sent: TensorFlow would compute the operation only once.
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._zero = tf.Variable(0, trainable=False)
+        self._zero = graph_counter()
         self._wait = GraphWait(name, group=group)
         self._exchange_in_graph: Any = None
         self._width: int | None = None
@@ -110,7 +116,7 @@ class GradientAverager:
                 return self._mean(gradients, variables)
         # Wait for the gradient that backward computes first: a step that runs out of data must not
         # start this collective.
-        own = [_values(g) for g in gradients if g is not None]
+        own = [values_of(g) for g in gradients if g is not None]
         with tf.control_dependencies([self._wait.enter(own[-1:], last=own)]):
             had = self._exchange(present)
         with tf.control_dependencies([self._assert_alike(had, variables)]):
@@ -118,7 +124,7 @@ class GradientAverager:
         with tf.control_dependencies(checked):
             own = list(map(_of_known_shape, gradients, variables))
             means = self._mean(self._weighted(own, variables, rows, had, absent), variables)
-        self._wait.leave([_values(mean) for mean in means if mean is not None])
+        self._wait.leave([values_of(mean) for mean in means if mean is not None])
         return means
 
     def _filled_in(
@@ -133,10 +139,7 @@ class GradientAverager:
         self._check(gradients, variables)
         any_dense, any_sparse = had.astype(bool)
         absent = absent or [None] * len(gradients)
-        return [
-            _filled_in(*each)
-            for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
-        ]
+        return list(map(_filled_in, gradients, variables, absent, any_dense, any_sparse))
 
     def _weighted(
         self,
@@ -320,15 +323,9 @@ def keeper_of(
 
 def _either(condition: tf.Tensor, change: Callable[[Any], Any], tensor: Any) -> Any:
     """The changed tensor under a condition, else the tensor itself, without a copy."""
-    if tf.executing_eagerly():
-        return change(tensor) if condition else tensor
     found = tf.cond(condition, lambda: change(tensor), lambda: tensor)
     found.set_shape(tensor.shape)
     return found
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if _is_sparse(gradient) else gradient
 
 
 def _is_sparse(gradient: Any) -> bool:

@@ -10,7 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication.group import Group
-from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire
+from hvkit.frameworks.keras.collectives.wire import (
+    GraphWait,
+    Wire,
+    graph_counter,
+    nothing,
+    run_python,
+)
 from hvkit.main_rank import warn_once
 
 
@@ -23,11 +29,10 @@ class SampleCounts:
         self._group = group
         self._wire = Wire("checks", group)
         self._accumulated: Any = None
-        with tf.init_scope(), tf.device("CPU:0"):
-            if accumulates:
-                self._accumulated = tf.Variable(0, trainable=False)
-            # Functions of the script's may be traced in one step, and run in all.
-            self._rows = tf.Variable(0, trainable=False)
+        if accumulates:
+            self._accumulated = graph_counter()
+        # Functions of the script's may be traced in one step, and run in all.
+        self._rows = graph_counter()
         # Which comparisons have been made.
         self._reported: dict[str, Any] = {}
         self._noted: list[np.ndarray[Any, Any]] = []
@@ -77,30 +82,18 @@ class SampleCounts:
 
     def once(self, key: str, values: Sequence[tf.Tensor], report: Callable[..., None]) -> None:
         if key not in self._reported:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._reported[key] = tf.Variable(False, trainable=False)
+            self._reported[key] = graph_counter(False)
         done = self._reported[key]
-
-        def reported(*found: np.ndarray[Any, Any]) -> np.int32:
-            report(*found)
-            return np.int32(0)
 
         def compare() -> tf.Tensor:
             done.assign(True)
-            return tf.numpy_function(reported, values, tf.int32)
+            return run_python(report, values)
 
-        if not tf.executing_eagerly():
-            tf.cond(done, lambda: 0, compare)
-        elif not done:
-            compare()
+        tf.cond(done, nothing, compare)
 
     def note(self, numbers: Sequence[Any]) -> None:
-        def keep(row: np.ndarray[Any, Any]) -> np.int32:
-            self._noted.append(row)
-            return np.int32(0)
-
         row = tf.stack([tf.cast(each, tf.float64) for each in numbers])
-        tf.numpy_function(keep, [row], tf.int32)
+        run_python(lambda row: self._noted.append(row), [row])  # ``noted`` replaces the list
 
     def noted(self) -> list[np.ndarray[Any, Any]]:
         noted, self._noted = self._noted, []
@@ -109,7 +102,7 @@ class SampleCounts:
     def warn_if(self, uneven: tf.Tensor) -> None:
         """Warn that ranks had other numbers of rows while they accumulated gradients."""
 
-        def warn() -> np.int32:
+        def warn() -> None:
             warn_once(
                 f"uneven {self._name}",
                 "ranks had batches of different sizes in steps whose gradients Keras accumulates "
@@ -117,9 +110,5 @@ class SampleCounts:
                 "which is not the mean over samples; give every rank batches of one size",
                 self._group,
             )
-            return np.int32(0)
 
-        if not tf.executing_eagerly():
-            tf.cond(uneven, lambda: tf.numpy_function(warn, [], tf.int32), lambda: 0)
-        elif uneven:
-            warn()
+        tf.cond(uneven, lambda: run_python(warn), nothing)

@@ -20,17 +20,17 @@ from keras.src.models.functional import Functional
 from hvkit import runtime
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.communication.group import all_ranks
+from hvkit.frameworks.keras import initial_state
 from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
-from hvkit.frameworks.keras.callbacks import Averager
-from hvkit.frameworks.keras.fit import share_results, train_uncompiled
-from hvkit.frameworks.keras.initial_state import AdaptedLayers, synchronise, synchronise_optimizers
-from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, updating
-from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
+from hvkit.frameworks.keras.callbacks import Epoch
+from hvkit.frameworks.keras.fit import share_results
+from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelInParts, ModelParts, OptimizerParts
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
-from hvkit.frameworks.keras.refusals import let_differ, refuse_other_optimizers
+from hvkit.frameworks.keras.port import KerasPort
+from hvkit.frameworks.keras.refusals import let_differ
 from hvkit.frameworks.keras.sharded import why_not_by_variable
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -42,24 +42,23 @@ _ATTRIBUTE = "_hvkit_pipeline"
 _UNINITIALISED = "uninitialized_variables"
 
 
-class DividedModel:
+class PipelinePort(KerasPort):
     """A Sequential or Functional model in a pipeline, and the optimizers that update it.
 
-    The model is whole on every rank, or without weights. The group of the options are the ranks
-    that hold the same part. ``divided`` is called once this rank has its part.
+    The model is whole on every rank, or without weights. The ranks of ``options.group`` hold the
+    same layers, and average their gradients.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizers: Sequence[Any],
-        options: Options,
-        tensors: Tensors,
-        divided: Callable[[PipelinedModel], None],
-    ) -> None:
+    tensors: Tensors
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
+        refuse_in_pipeline(models, optimizers, options)
+        super().__init__(models, optimizers, options)
         assert options.mesh is not None
-        self._model, self._optimizers, self._mesh = model, list(optimizers), options.mesh
-        self._same_part, self._tensors, self._when_divided = options.group, tensors, divided
+        (self._whole,), self._mesh = models, options.mesh
+        self._divides_state = True
+        # Averages and comparisons cover this rank's part only, once it is known.
+        self.model = initial_state.JoinedModels([])
         self._plan: tuple[LayerGraph, Stages] | None = None
         self._pipelined: PipelinedModel | None = None
         if self._is_built:
@@ -67,55 +66,45 @@ class DividedModel:
 
     @property
     def _is_built(self) -> bool:
-        model = self._model
-        return not isinstance(model, keras.Sequential) or bool(model._functional)
+        return not isinstance(self._whole, keras.Sequential) or bool(self._whole._functional)
 
     def _planned(self) -> tuple[LayerGraph, Stages]:
-        graph, choice = LayerGraph(self._model), self._mesh.stages
+        graph, choice = LayerGraph(self._whole), self._mesh.stages
         named = choice if isinstance(choice, str) else list(choice)
         return graph, plan_stages(graph, self._mesh.mesh.pipeline, named)
 
     def synchronise(self) -> None:
         """Copy rank 0's weights, and the state of optimizers; a collective."""
-        ranks, model = all_ranks(), self._model
+        ranks, model = all_ranks(), self._whole
         require_equal(
             "model",
             [f"model {type(model).__name__}: {'with' if self._is_built else 'without'} weights"],
             "build the model before hvkit.distribute on every rank, or on none",
         )
-        learnt = AdaptedLayers(model)
-        synchronise(model.weights, ranks)
+        learnt = initial_state.AdaptedLayers(model)
+        initial_state.synchronise(model.weights, ranks)
         learnt.copy_from_first(ranks)
-        synchronise_optimizers(self._optimizers, model.trainable_variables, ranks)
+        initial_state.synchronise_optimizers(self.optimizers, model.trainable_variables, ranks)
 
-    def attach(
-        self,
-        averagers: Sequence[Averager],
-        end_epoch: Callable[[], None],
-        watching: Callable[[], list[Any]],
-    ) -> list[tuple[Any, Record]]:
+    def _take_part(self, pipelined: PipelinedModel) -> None:
+        """Average and compare what this rank holds."""
+        self.model.models = pipelined.stage.layers
+
+    def _attach(self, epoch: Epoch) -> list[tuple[Any, Record]]:
         """Let the model's methods run the pipeline; return a record for each object; a collective.
 
-        ``end_epoch`` compares ranks that hold the same part.
+        ``epoch.compare`` compares ranks that hold the same part.
         """
-        model = self._model
-        self._channel = self._tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
-        let_differ([model], updating(self._optimizers))
-        refuse_other_optimizers(model, [o for each in self._optimizers for o in _with_inner(each)])
-        train_uncompiled(model)
+        model = self._whole
+        self._channel = self.tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
+        let_differ([model], updating(self.optimizers))
+        self._let_update(model)
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
             setattr(model, name, _in_eager_code(model, getattr(model, name)))
         for name in ("train_step", "test_step"):
             setattr(model, name, self._noting_targets(getattr(model, name)))
-        share_results(
-            model,
-            averagers,
-            end_epoch,
-            all_ranks(),
-            watching=watching,
-            parts=self,
-            same_part=self._same_part,
-        )
+        epoch.adapt = self._adapt
+        share_results(model, epoch, self.group)
         vars(model)[_ATTRIBUTE] = self
         if self._is_built:
             self._divide()
@@ -123,23 +112,23 @@ class DividedModel:
             model.build = self._building_in_parts(model.build)
         # The model keeps this object; a record must not lead to the model.
         reference: Any = weakref.proxy(self)
-        records = [(model, Record(gathered=functools.partial(DividedModel.gathered, reference)))]
-        return [*records, *((each, _record(each)) for each in self._optimizers)]
+        records = [(model, Record(gathered=functools.partial(PipelinePort._gathered, reference)))]
+        return [*records, *self._records()]
 
     def _building_in_parts(self, build: Callable[..., None]) -> Callable[..., None]:
         """A ``build`` that makes the weights of this rank only; a collective."""
 
         @functools.wraps(build)  # Keras looks at the names of its arguments
         def build_in_parts(*args: Any, **kwargs: Any) -> None:
-            _without_values(lambda: build(*args, **kwargs), self._model.name)
-            self._model.build = build
+            _without_values(lambda: build(*args, **kwargs), self._whole.name)
+            self._whole.build = build
             self._divide_built()
 
         return build_in_parts
 
     def _divide_built(self) -> None:
         """Make this rank's weights of a model whose variables have shapes, but no values."""
-        model = self._model
+        model = self._whole
         if not self._is_built:
             raise ValueError(
                 f"Sequential model {model.name!r} gets more than one tensor, and its layers cannot "
@@ -154,15 +143,15 @@ class DividedModel:
     def _divide(self) -> None:
         """Keep this rank's part of the model, and drop the rest."""
         assert self._plan is not None
-        (graph, stages), model = self._plan, self._model
+        (graph, stages), model = self._plan, self._whole
         if runtime.rank() == 0:
             logger.info(stages.described())
         collects = self._mesh.position.along("data") == 0
-        parts = ModelParts(model, stages, self._channel, self._tensors, collects=collects)
+        parts = ModelParts(model, stages, self._channel, self.tensors, collects=collects)
         self._pipelined = PipelinedModel(model, graph, parts, self._mesh.microbatches)
         model.call = self._pipelined
-        self._when_divided(self._pipelined)
-        for each in updating(self._optimizers):
+        self._take_part(self._pipelined)
+        for each in updating(self.optimizers):
             OptimizerParts(each, parts)
         if self._mesh.microbatches > 1 and layers_of(model):
             warn_once(
@@ -171,11 +160,11 @@ class DividedModel:
                 "in micro-batches; other normalisation layers do not depend on the batch",
             )
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def _gathered(self) -> AbstractContextManager[None]:
         """A context in which rank 0 has the whole weights; a collective."""
         return nullcontext() if self._pipelined is None else self._pipelined.parts.gathered()
 
-    def show_to(self, callback: Any) -> None:
+    def _adapt(self, callback: Any) -> None:
         """Let a callback save the model, or keep its weights, although ranks hold parts."""
         if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.EarlyStopping):
             set_model = type(callback).set_model
@@ -197,16 +186,6 @@ class DividedModel:
             return step(data)
 
         return noting
-
-
-def _record(optimizer: Any) -> Record:
-    reference = weakref.ref(optimizer)  # the record lives as long as the optimizer
-    return Record(gathered=lambda: gathered_optimizer(reference()))
-
-
-def _with_inner(optimizer: Any) -> list[Any]:
-    inner = inner_optimizer(optimizer)
-    return [inner, *parts_of(inner)]
 
 
 def _in_eager_code(model: Any, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,8 +215,7 @@ def _without_values(build: Callable[[], None], name: str) -> None:
 
 
 def _share_seeds(model: Any) -> None:
-    """Give the initializers of variables without values rank 0's seeds; a collective of all ranks.
-    """
+    """Give the initializers of variables without values rank 0's seeds; a collective."""
     makers = [v._initializer for v in model.variables if v._value is None]
     seeds = [getattr(maker, "seed", None) for maker in makers]
     for maker, seed in zip(makers, seeds, strict=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -17,7 +17,7 @@ from keras.src.backend import AutocastScope
 
 from hvkit import runtime
 from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.partial_state import PartialState, remember
+from hvkit.frameworks.keras.partial_state import PartialState
 from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.pipeline.layer_graph import stage_of
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
@@ -164,35 +164,23 @@ class ModelParts:
                 w.assign(array)
 
 
-class OptimizerParts:
+class OptimizerParts(PartialState):
     """Lets an optimizer update the weights of this rank's stage, and keep their state.
 
     The script, or ``fit``, passes gradients of all weights. For a weight of another stage it passes
     one number, the norm of the gradient, so that norms over all gradients are right on every rank.
     """
 
+    how_to_save = (
+        "save with hvkit.Checkpoint, or on rank 0 inside `with hvkit.settled(model, optimizer):`, "
+        "which every rank enters"
+    )
+    whole_accumulators = False
+
     def __init__(self, optimizer: Any, parts: ModelParts) -> None:
         self._parts = parts
-        self._state = PartialState(
-            optimizer,
-            parts.holds,
-            "a pipeline",
-            "save with hvkit.Checkpoint, or on rank 0 inside `with hvkit.settled(model, "
-            "optimizer):`, which every rank enters",
-            whole_accumulators=False,
-        )
-        remember(optimizer, self)
-        self._replace_methods(optimizer)
-        if optimizer.built:
-            self._state.divide()
-
-    def _replace_methods(self, optimizer: Any) -> None:
-        """Replace the methods of the optimizer that make and use its state."""
-        apply, build, clip = optimizer.apply, optimizer.build, optimizer._clip_gradients
-
-        def build_own(variables: Sequence[Any]) -> None:
-            build(variables)
-            self._state.refuse_shared()
+        super().__init__(optimizer, "a pipeline")
+        apply, clip = optimizer.apply, optimizer._clip_gradients
 
         def apply_to_own(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             self._apply(optimizer, apply, list(grads), trainable_variables)
@@ -206,13 +194,15 @@ class OptimizerParts:
         def overwrite_own(variables: Sequence[Any]) -> None:
             averages = optimizer._model_variables_moving_average
             for v, average in zip(variables, averages, strict=True):
-                if average is not None and self._parts.holds(v):
+                if average is not None and parts.holds(v):
                     v.assign(average)
 
-        optimizer.build = build_own
         optimizer.apply = apply_to_own
         optimizer._clip_gradients = clip_over_stages
         optimizer._overwrite_model_variables_with_average_value = overwrite_own
+
+    def holds(self, variable: Any) -> bool:
+        return self._parts.holds(variable)
 
     def _apply(self, optimizer: Any, apply: Any, grads: list[Any], variables: Any) -> None:
         """Update this rank's variables, and count the step even if it has none."""
@@ -234,18 +224,10 @@ class OptimizerParts:
         squares = channel.gather_numbers([float(sum(norm_of(g) ** 2 for g in grads))])
         return float(np.sqrt(np.delete(squares, channel.rank).sum()))
 
-    def slots(self) -> list[Any]:
-        """The variables that keep a state for one weight each."""
-        return [slot for slot, _ in self._state.slots]
-
-    def unfolded(self) -> AbstractContextManager[None]:
-        """Make room for the whole state for a while; afterwards keep this rank's part."""
-        return self._state.unfolded()
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Have the whole state on rank 0 for a while; a collective."""
-        others = self._parts.collected(self._state.slots)
+        others = self._parts.collected(self.slots)
         if not self._parts.keeps_whole:
             yield
             return

@@ -15,21 +15,22 @@ import keras
 import torch
 from keras.src.backend.torch.core import get_device
 
-from hvkit.frameworks.keras.as_pytorch import KerasStep, ModelWeights, PyTorchSampleCounts
-from hvkit.frameworks.keras.initial_state import JoinedModels
+from hvkit.communication.group import all_ranks
+from hvkit.frameworks.keras.as_pytorch import ModelWeights, PyTorchSampleCounts, step_of
+from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
-from hvkit.frameworks.keras.pipeline.divided_model import DividedModel, refuse_in_pipeline
+from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
-from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
+from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
 from hvkit.frameworks.pytorch import PyTorchPort
 from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.channel import Channel
 from hvkit.sync.distributed_objects import record
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Keeper, Record
 
 
 class PyTorchTensors(Tensors):
@@ -53,12 +54,7 @@ class PyTorchTensors(Tensors):
         dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
         return dense and not value.is_nested
 
-    def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
-        return run
-
-    def recorded(
-        self, run: Callable[[], Any], watched: Sequence[Any]
-    ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+    def recorded(self, run: Callable[[], Any], watched: Sequence[Any]) -> tuple[Any, Gradients]:
         for each in watched:
             each.requires_grad_()
         with torch.enable_grad():
@@ -83,9 +79,6 @@ class PyTorchTensors(Tensors):
     ) -> list[Any]:
         values = (v._value for v in variables)
         return list(_Operation.apply(results, backward, *values))  # type: ignore[no-untyped-call]
-
-    def sum_of(self, a: Any, b: Any) -> Any:
-        return a + b
 
     def norm_of(self, gradient: Any) -> float:
         return float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64))
@@ -145,57 +138,38 @@ class _Operation(torch.autograd.Function):
         return None, None, *ctx.of_variables(given)
 
 
-class KerasOnPyTorchMeshPort(KerasOnPyTorchPort):
-    """A Sequential or Functional model in a pipeline, and the optimizers that update it.
+class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
+    """The steps of ``distribute`` for a pipeline on PyTorch.
 
-    The ranks of ``options.group`` hold the same layers, and PyTorch's port averages their gradients
-    at the end of each backward pass.
+    PyTorch's port averages gradients at the end of each backward pass.
     """
 
-    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        refuse_in_pipeline(models, optimizers, options)
-        super().__init__(models, optimizers, options)
-        # Averages and comparisons cover this rank's part only, once it is known.
-        self.model = JoinedModels([])
-        self._divided = DividedModel(
-            models[0], self.optimizers, options, PyTorchTensors(), self._take_part
-        )
-
-    def synchronise(self) -> None:
-        self._divided.synchronise()
+    tensors = PyTorchTensors()
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        group = self.options.group
-        if group.size > 1:
-            self._samples = PyTorchSampleCounts(group.numbered("hvkit"), group)
-        records = self._divided.attach((), self._compare, list)
+        if self.group.size > 1:
+            self._samples = PyTorchSampleCounts(self.group.numbered("hvkit"), self.group)
+        records = self._attach(Epoch(all_ranks(), self._compare))
         if self._samples:
-            use_counts_of_all_ranks(self.models[0], self._samples)
+            use_counts_of_all_ranks(self._whole, self._samples)
         return records, None
 
     def _take_part(self, pipelined: PipelinedModel) -> None:
-        """Average and compare what this rank holds."""
-        self.model.models = pipelined.stage.layers
-        if self.options.group.size == 1 or not self.model.trainable_variables:
+        super()._take_part(pipelined)
+        if self.group.size == 1 or not self.model.trainable_variables:
             return
-        steps: list[Any] = [
-            type(type(each).__name__, (KerasStep,), {})(each, _nothing, updates_only=False)
-            for each in updating(self.optimizers)
-        ]
+        # All variables have their weights before an update.
+        steps = [step_of(each, lambda variables: None) for each in updating(self.optimizers)]
         for step in steps:
             step.may_update(self.model.trainable_variables)
         port = PyTorchPort([ModelWeights(self.model)], steps, replace(self.options, mesh=None))
         reducer, keeper = port.average_in_passes()
         if self._samples:
             reducer.weigh(self._samples.weight)
-        record(self.models, [], keeper, self.options.group if keeper else None)
+        record(self.models, [], keeper, self.group if keeper else None)
 
         def around_backward() -> Callable[[], None]:
             reducer.begin_pass()
             return reducer.end_pass
 
         pipelined.around_backward = around_backward
-
-
-def _nothing(variables: Sequence[Any]) -> None:
-    """Before an update, of variables that all have their weights."""

@@ -5,7 +5,6 @@ Tapes record what stages compute, and gradients are what ``tape.gradient`` retur
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,20 +12,22 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.callbacks import Epoch
+from hvkit.frameworks.keras.collectives.wire import values_of
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
-from hvkit.frameworks.keras.initial_state import JoinedModels
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
-from hvkit.frameworks.keras.loss_scale import Agree, skip_together
+from hvkit.frameworks.keras.loss_scale import share_scale
 from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
 from hvkit.frameworks.keras.optimizers import updating
-from hvkit.frameworks.keras.pipeline.divided_model import DividedModel, refuse_in_pipeline
+from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
-from hvkit.frameworks.keras.pipeline.tensors import MailboxChannel, Tensors
+from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Keeper, Record
 
 
 class TensorFlowTensors(Tensors):
@@ -53,9 +54,7 @@ class TensorFlowTensors(Tensors):
 
         return run_unwatched
 
-    def recorded(
-        self, run: Callable[[], Any], watched: Sequence[Any]
-    ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+    def recorded(self, run: Callable[[], Any], watched: Sequence[Any]) -> tuple[Any, Gradients]:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(watched)
             results = run()
@@ -86,19 +85,7 @@ class TensorFlowTensors(Tensors):
 
     def norm_of(self, gradient: Any) -> float:
         # As TensorFlow's and Keras's clipping computes it: without adding equal rows up.
-        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        return float(tf.norm(tf.cast(values, tf.float64)))
-
-    def add_gradients(
-        self,
-        variables: Sequence[Any],
-        gradients: Sequence[Any],
-        begin: Callable[[], Callable[[], None]],
-    ) -> list[Any]:
-        return list(gradients)  # a variable of TensorFlow holds none, and updates average them
-
-    def remainder(self, variable: Any, total: Any) -> Any:
-        return total
+        return float(tf.norm(tf.cast(values_of(gradient), tf.float64)))
 
     def placeholder_of(self, variable: Any) -> Any:
         return tf.Variable(tf.zeros((0,), variable._dtype), trainable=variable.trainable)
@@ -127,55 +114,36 @@ def _unwatched(variables: Sequence[Any]) -> Iterator[None]:
             v._trainable = trainable
 
 
-class KerasMeshPort(KerasOnTensorFlowPort):
-    """A Sequential or Functional model in a pipeline, and the optimizers that update it.
+class KerasMeshPort(PipelinePort, KerasOnTensorFlowPort):
+    """The steps of ``distribute`` for a pipeline on TensorFlow."""
 
-    The ranks of ``options.group`` hold the same layers, and average their gradients.
-    """
-
-    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
-        refuse_in_pipeline(models, optimizers, options)
-        super().__init__(models, optimizers, options)
-        # Averages and comparisons cover this rank's part only, once it is known.
-        self.model = JoinedModels([])
-        self._divided = DividedModel(
-            models[0], self.optimizers, options, TensorFlowTensors(), self._take_part
-        )
+    tensors = TensorFlowTensors()
 
     def synchronise(self) -> None:
-        self._divided.synchronise()
+        super().synchronise()
         self._pending, self._optimizers_pending = [], False
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
-        group = self.options.group
-        if group.size > 1:
+        strategy = self.options.strategy
+        assert isinstance(strategy, Averaging)
+        averages = self.group.size > 1
+        if averages:
             self._samples = self._counts()
         for each in updating(self.optimizers):
-            self._average_in(each)
-            skip_together(each, self._finite_on_all())
-        wait = None
-        if self.options.batch_norm == "average" and group.size > 1:
-            wait = self._wait(self._name())
-        end_epoch = functools.partial(self._end_epoch, wait)
-        records = self._divided.attach(self.averagers, end_epoch, timeline_callbacks)
+            if averages:
+                average_in_apply(each, self._average(strategy), self._before_update)
+            # Whether gradients are finite on all ranks; those of other stages are norms here.
+            share_scale(each, finite_in(self.group) if averages else lambda finite, _: finite)
+        if averages:
+            self._average_at_end = self._statistics_average(self._name())
+        epoch = Epoch(
+            all_ranks(), self._end_epoch, averagers=self.averagers, watching=timeline_callbacks
+        )
+        records = self._attach(epoch)
         if self._samples:
-            use_counts_of_all_ranks(self.models[0], self._samples)
+            use_counts_of_all_ranks(self._whole, self._samples)
         return records, None
 
     def _take_part(self, pipelined: PipelinedModel) -> None:
-        """Average and compare what this rank holds."""
-        self.model.models = pipelined.stage.layers
-        weights = self.models[0].weights
-        self._synchronised.update((id(backend_variable(w)), w) for w in weights)
-
-    def _average_in(self, optimizer: Any) -> None:
-        if self.options.group.size == 1:
-            return
-        assert isinstance(self.options.strategy, Averaging)
-        average_in_apply(optimizer, self._average(self.options.strategy), self._before_update)
-
-    def _finite_on_all(self) -> Agree:
-        """Whether gradients are finite on all ranks; those of other stages are norms here."""
-        if self.options.group.size == 1:
-            return lambda finite, _: finite
-        return finite_in(self.options.group)
+        super()._take_part(pipelined)
+        self._synchronised.update((id(backend_variable(w)), w) for w in self._whole.weights)

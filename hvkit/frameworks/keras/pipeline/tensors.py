@@ -60,8 +60,15 @@ class MailboxChannel(Channel):
         return TensorSpec(tuple(tensor.shape), backend.standardize_dtype(tensor.dtype))
 
 
+Gradients = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""Computes gradients of what was watched, from some results and the gradients of these."""
+
+
 class Tensors(ABC):
-    """Does with tensors, tapes and variables what differs between the backends of Keras."""
+    """Does with tensors, tapes and variables what differs between the backends of Keras.
+
+    Without another definition variables hold no gradients, as on TensorFlow.
+    """
 
     @abstractmethod
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
@@ -79,17 +86,15 @@ class Tensors(ABC):
     def is_dense(self, value: Any) -> bool:
         """Whether this is a tensor that can be divided into micro-batches."""
 
-    @abstractmethod
     def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
         """Compile a stage that uses these variables, if the backend can.
 
         Tapes of the script do not record it: the stage has its own, and a second one takes time.
         """
+        return run
 
     @abstractmethod
-    def recorded(
-        self, run: Callable[[], Any], watched: Sequence[Any]
-    ) -> tuple[Any, Callable[[Sequence[Any], Sequence[Any]], list[Any]]]:
+    def recorded(self, run: Callable[[], Any], watched: Sequence[Any]) -> tuple[Any, Gradients]:
         """Call a function; return its results, and a function that computes gradients.
 
         This second function takes some tensors of the results, and the gradients of these. It
@@ -108,15 +113,14 @@ class Tensors(ABC):
         ``backward`` returns the gradients of the variables from the gradients of the results.
         """
 
-    @abstractmethod
     def sum_of(self, a: Any, b: Any) -> Any:
         """The sum of two gradients, each of which may be row-sparse."""
+        return a + b
 
     @abstractmethod
     def norm_of(self, gradient: Any) -> float:
         """The norm of a gradient, in float64: squares of float32 may overflow."""
 
-    @abstractmethod
     def add_gradients(
         self,
         variables: Sequence[Any],
@@ -127,10 +131,11 @@ class Tensors(ABC):
 
         ``begin`` is called first; it returns what to call at the end, which may average gradients.
         """
+        return list(gradients)
 
-    @abstractmethod
     def remainder(self, variable: Any, total: Any) -> Any:
         """The gradient to return to autograd for a variable, so that the script gets the total."""
+        return total
 
     @abstractmethod
     def placeholder_of(self, variable: Any) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,7 +21,6 @@ from hvkit import threads
 from hvkit.communication.exchanges import Exchange, RunningExchanges, Tensor
 from hvkit.communication.group import Group
 from hvkit.compression import Compression
-from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives import ops
 from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire, nothing
 from hvkit.frameworks.keras.weights.around_updates import Updates, UpdatesKeeper
@@ -47,31 +45,62 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
     def __init__(
         self,
         strategy: Rounds,
-        model: keras.Model,
+        weights: Variables,
         name: str,
         compression: Compression | None,
-        with_statistics: bool,
-        group: Group,
     ) -> None:
-        variables = Variables(model, name, with_statistics, group)
-        wire = Wire("weights", group)
+        wire = Wire("weights", weights.group)
         collectives = NamedCollectives(wire)
 
         def carry_out(flow: Generator[Exchange, Tensor, Any], name: str) -> Exchanges:
             def run() -> Any:
                 return RunningExchanges(collectives.start, flow, name).result()
 
-            return Exchanges(run, group, overlap=bool(strategy.overlap))
+            return Exchanges(run, weights.group, overlap=bool(strategy.overlap))
 
         state = CompressionState(compression, ops, wire) if compression else None
-        UpdatesKeeper.__init__(self, variables)
-        RoundKeeper.__init__(self, strategy, variables, name, carry_out, state)
+        super().__init__(strategy, weights, name, carry_out, state)
 
-    def watch_updates(
-        self, optimizer: Any, checks: Checks, before_update: Callable[[Sequence[Any]], None]
-    ) -> None:
-        """End a round after every so many updates of an optimizer, as ``OptimizerRounds`` does."""
-        OptimizerRounds(self, optimizer, checks, before_update)
+    def updated_together(self, updates: Updates, variables: list[tf.Variable]) -> UpdatedVariables:
+        """The object for variables that an optimizer updates together; perhaps a new one.
+
+        A new one ends the rounds of others that it shares variables with: a script that freezes
+        some layers in the middle of a round would otherwise leave them different on each rank.
+        """
+        if known := self._known(updates, variables):
+            return known
+        ids = {id(v) for v in variables}
+        with tf.init_scope():
+            for updated in self._of_optimizer(updates.number):
+                if not ids.isdisjoint(map(id, updated.variables)):
+                    self._end_early(updated)
+        self.weights.require_same_list(variables)
+        return self._new(updates, variables)
+
+    def before_update(
+        self, updated: UpdatedVariables, compare: Callable[[], Sequence[Any]]
+    ) -> list[Any]:
+        with tf.control_dependencies(compare()):
+            return [updated.begin_by(self.begin)]
+
+    def after_update(self, updates: Updates, updated: UpdatedVariables) -> None:
+        """End the round after its last step; before, add the changes of an overlapped agreement."""
+        with tf.control_dependencies([updates.calls.assign_add(1)]):
+            steps = updated.counted.assign_add(1)
+
+        def end_overlap() -> tf.Tensor:
+            return updated.change_by(self.end_overlap, in_thread=True)
+
+        def end_round() -> tf.Tensor:
+            with tf.control_dependencies([updated.counted.assign(0)]):
+                ended = updated.change_by(self.end_round, in_thread=True)
+                if self.strategy.same_weights and not tf.executing_eagerly():
+                    self.weights.average_statistics()  # in the graph, after its forward pass
+                return ended
+
+        if overlap := self.strategy.overlap * updates.per_step:
+            tf.cond(steps == overlap, end_overlap, nothing)
+        tf.cond(steps >= self.strategy.every * updates.per_step, end_round, nothing)
 
     def begin(self, number: int) -> None:
         """Have the strategy begin with the values of variables."""
@@ -96,8 +125,7 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
 
     def _optimizer_label(self, number: int) -> str:
         updated = self.updated[number]
-        of_optimizer = [u for u in self.updated if u.optimizer_number == updated.optimizer_number]
-        at = of_optimizer.index(updated)
+        at = self._of_optimizer(updated.optimizer_number).index(updated)
         label = f"optimizer {updated.optimizer_number}"
         return f"{label} for its variables number {at}" if at else label
 
@@ -108,7 +136,7 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
                 self._trained.update(updated.numbers)
         super().accept_set_weights(point)
 
-    def end_early(self, updated: UpdatedVariables) -> None:
+    def _end_early(self, updated: UpdatedVariables) -> None:
         """End the round of variables in the middle, if it has begun; a collective."""
         if updated.steps:
             updated.steps = 0
@@ -125,8 +153,8 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
         """For a checkpoint: arrays by state and weight, and counts, the same on every rank."""
-        position = {id(weight): i for i, weight in enumerate(self.variables.of_model())}
-        arrays = self.variables.by_position(super().state())
+        position = {id(weight): i for i, weight in enumerate(self.weights.of_model())}
+        arrays = self.weights.by_position(super().state())
         for updated in self.updated:
             weights = [position[id(v)] for v in updated.variables if id(v) in position]
             # The steps, and which weights the optimizer updates.
@@ -143,16 +171,20 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         counted = {key: arrays[key] for key in sorted(arrays) if key.startswith(_UPDATED)}
         others = counted.keys() | {"optimizers"}
         kept = {key: array for key, array in arrays.items() if key not in others}
-        self._agreements.load(self.variables.by_number(kept))
+        self._agreements.load(self.weights.by_number(kept))
         if not in_round:
             self._agreements.set_anchors()
             return
-        weights = self.variables.of_model()
+        weights = self.weights.of_model()
         for key, array in counted.items():
             steps, *updated = array.tolist()
-            optimizer = optimizers[int(key.removeprefix(_UPDATED).partition("-")[0])]
-            if optimizer is not None:
-                optimizer.go_on([weights[i] for i in updated], steps)
+            updates = optimizers[int(key.removeprefix(_UPDATED).partition("-")[0])]
+            if updates is not None:
+                variables = [weights[i] for i in updated]
+                # No agreement here, though others share variables: the rest is not loaded yet.
+                resumed = self._known(updates, variables) or self._new(updates, variables)
+                resumed.steps = steps
+                updates.checks.skip_weights()  # in a round the ranks' weights need not be equal
         for updated in self.updated:
             for i in updated.numbers:
                 self._agreements.begin(i)
@@ -162,70 +194,11 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """For a checkpoint, of each rank: residuals, and pending changes of its weights."""
-        return self.variables.by_position(super().rank_state())
+        return self.weights.by_position(super().rank_state())
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``rank_state`` returned on this rank."""
-        super().load_rank_state(self.variables.by_number(arrays))
-
-
-class OptimizerRounds(Updates):
-    """Counts the updates of one optimizer, and lets its keeper end rounds.
-
-    The optimizer's ``apply`` keeps this object.
-    """
-
-    _keeper: TensorFlowRoundKeeper
-
-    def go_on(self, variables: list[tf.Variable], steps: int) -> None:
-        """Resume in a round; in the middle of one, the ranks' weights need not be equal."""
-        # No agreement here, though others share variables: the rest is not loaded yet.
-        updated = super()._updated_together(variables)
-        updated.steps = steps
-        self.checks.skip_weights()
-
-    def _updated_together(self, variables: list[tf.Variable]) -> UpdatedVariables:
-        """The object for these variables; perhaps a new one.
-
-        A new one ends the rounds of others that it shares variables with: a script that freezes
-        some layers in the middle of a round would otherwise leave them different on each rank.
-        """
-        if known := self._known(variables):
-            return known
-        ids = {id(v) for v in variables}
-        with tf.init_scope():
-            for updated in self._of_optimizer():
-                if not ids.isdisjoint(map(id, updated.variables)):
-                    self._keeper.end_early(updated)
-        self._keeper.variables.require_same_list(variables)
-        return self._keeper.new(variables, self)
-
-    def _before(
-        self, grads: Sequence[Any], variables: Sequence[Any], weights: list[tf.Variable]
-    ) -> list[Any]:
-        updated = self._updated_together(weights)
-        with tf.control_dependencies(self.checks(grads, variables)):
-            return [updated.begin_by(self._keeper.begin)]
-
-    def _after(self, weights: list[tf.Variable]) -> None:
-        """End the round after its last step; before, add the changes of an overlapped agreement."""
-        keeper, updated = self._keeper, self._updated_together(weights)
-        with tf.control_dependencies([self.calls.assign_add(1)]):
-            steps = updated.counted.assign_add(1)
-
-        def end_overlap() -> tf.Tensor:
-            return updated.change_by(keeper.end_overlap, in_thread=True)
-
-        def end_round() -> tf.Tensor:
-            with tf.control_dependencies([updated.counted.assign(0)]):
-                ended = updated.change_by(keeper.end_round, in_thread=True)
-                if keeper.strategy.same_weights and not tf.executing_eagerly():
-                    keeper.variables.average_statistics()  # in the graph, after its forward pass
-                return ended
-
-        if overlap := keeper.strategy.overlap * self.per_step:
-            tf.cond(steps == overlap, end_overlap, nothing)
-        tf.cond(steps >= keeper.strategy.every * self.per_step, end_round, nothing)
+        super().load_rank_state(self.weights.by_number(arrays))
 
 
 class Exchanges:

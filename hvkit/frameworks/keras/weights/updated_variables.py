@@ -19,7 +19,7 @@ from keras.src.backend import Variable as KerasVariable  # keras.Variable of 3.5
 from hvkit import threads
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.keras.collectives.wire import GraphWait, nothing
+from hvkit.frameworks.keras.collectives.wire import GraphWait, graph_counter, nothing
 from hvkit.frameworks.keras.optimizers import calls_of_apply, parts_of
 from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
@@ -64,9 +64,8 @@ class UpdatedVariables:
         self._calls, self._per_step = updates.calls, updates.per_step
         self._optimizer = updates.optimizer
         self._changed: Future[list[Array]]
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.counted = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self.begun = tf.Variable(False, trainable=False)
+        self.counted = graph_counter(dtype=tf.int64)
+        self.begun = graph_counter(False)
 
     @functools.cached_property
     def _queue(self) -> Any:
@@ -247,8 +246,7 @@ def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
 @functools.cache
 def _turn() -> tf.Variable:
     """Counts the functions that graphs have begun and ended."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.Variable(0, trainable=False, dtype=tf.int64)
+    return graph_counter(dtype=tf.int64)
 
 
 def _in_numpy(

@@ -171,8 +171,7 @@ class Variables:
             # A copy: the variable may change its memory in place.
             self.in_order[i].assign(shaped(tf.constant(vector), self.in_order[i]))
 
-    def show(self, i: int, vector: Array) -> None:
-        self.write(i, vector)
+    show = write
 
     def equals(self, i: int, vector: Array) -> bool:
         return bool((self._rounded(i, vector) == self.read(i)).all())
@@ -225,8 +224,7 @@ class Variables:
         require_same(STEP, self.labels(compared), compared, self.group)
 
     def require_same_list(self, variables: Sequence[tf.Variable]) -> None:
-        """Raise on every rank unless an optimizer updates the same variables on all; a collective.
-        """
+        """Raise on every rank unless all update the same variables; a collective."""
         labels = zip(self.labels(variables), variables, strict=True)
         facts = [f"{label} of shape {tuple(v.shape)}" for label, v in labels]
         advice = "update the same variables on every rank"
