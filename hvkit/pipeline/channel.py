@@ -75,9 +75,8 @@ class StageTimes:
 class Channel(ABC):
     """Sends between this rank and others of its pipeline; each pair of ranks keeps the order.
 
-    A framework implements the abstract methods, by which a tensor travels. ``ranks`` and ``rank``
-    are numbers among all ranks; ``self.rank`` and all methods number ranks along the pipeline.
-    ``step`` counts passes.
+    A framework implements the abstract methods. ``ranks`` and ``rank`` number all ranks;
+    ``self.rank`` and the methods number them along the pipeline. ``step`` counts passes.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
@@ -135,10 +134,7 @@ class Channel(ABC):
         specs: list[TensorSpec] | None = None,
         key: Hashable | None = None,
     ) -> None:
-        """Start to send tensors; None stands where there is no tensor.
-
-        With a key, which is the same on both ranks, shapes are sent only the first time.
-        """
+        """Start to send tensors, or None; with a key of both ranks, shapes only the first time."""
         if specs is None:
             specs = [NO_TENSOR if t is None else self.spec_of(t) for t in tensors]
         known = specs if key is None else self._known.setdefault(("to", to, key), specs)
@@ -172,7 +168,6 @@ class Channel(ABC):
         )
 
     def knows(self, source: int, key: Hashable | None) -> bool:
-        """Whether the shapes of tensors with this key are known."""
         return ("from", source, key) in self._known
 
     def receive(
@@ -240,18 +235,13 @@ class Channel(ABC):
 
 
 def in_pass() -> bool:
-    """Whether a forward or backward pass through stages is running."""
     return _running > 0
 
 
 def refuse_other_batches(
     step: int, calls: Mapping[int, int], batches: Mapping[int, int], divide: str
 ) -> None:
-    """Raise unless ranks that train one model make the same call with the same batch.
-
-    By rank, ``calls`` has checksums of the call without values of tensors, ``batches`` of the
-    values.
-    """
+    """Raise unless ranks that train one model have the same checksums of calls and of batches."""
     for found, what in ((calls, "makes another call"), (batches, "gets another batch")):
         ranks = list(found)
         other = next((rank for rank in ranks if found[rank] != found[ranks[0]]), None)

@@ -24,23 +24,17 @@ class StageWork(Protocol):
     def run(
         self, stage: int, microbatch: int, specs: Specs, tensors: list[Any]
     ) -> tuple[Specs, list[Any]]:
-        """Compute a stage for a micro-batch; return its outputs.
-
-        ``specs`` and ``tensors`` are the outputs of the stage before; none for the first stage.
-        """
+        """Compute a stage for a micro-batch, from the outputs of the stage before."""
 
     def grad(self, stage: int, microbatch: int, gradients: list[Any]) -> list[Any]:
-        """The gradients of those inputs of a stage whose spec has ``requires_grad``.
-
-        ``gradients`` are of those outputs with it. Nothing of the micro-batch is needed afterwards.
-        """
+        """The gradients of the inputs with ``requires_grad``, from those of the outputs with it."""
 
 
 class GPipe:
     """One batch through the pipeline.
 
-    ``keys`` has, by micro-batch, what the shapes of all outputs depend on. With None shapes are
-    sent each time: then an error of one stage reaches the ranks of the others, too.
+    By micro-batch, ``keys`` is what the shapes of all outputs depend on. With None shapes are sent
+    each time: then an error of one stage reaches the ranks of the others, too.
     """
 
     def __init__(
@@ -53,10 +47,7 @@ class GPipe:
         self._outputs: dict[int, list[Specs]] = {}
 
     def forward(self, work: StageWork) -> None:
-        """Run this rank's stages, one after the other, for all micro-batches.
-
-        ``work`` is no attribute, since it may hold this object.
-        """
+        """Run this rank's stages for all micro-batches."""
         # Outputs of a stage for the next one on the same rank.
         local: deque[tuple[Specs, list[Any]]] = deque()
         for stage in self._local_stages:
@@ -124,7 +115,6 @@ class GPipe:
                 channel.receive(last)
 
     def require_first_backward(self) -> None:
-        """Raise if ``backward`` has run already."""
         if not self._outputs:
             raise RuntimeError(
                 "gradients a second time through one forward pass of a pipeline, whose stages drop "
@@ -133,10 +123,7 @@ class GPipe:
             )
 
     def backward(self, work: StageWork, of_outputs: Sequence[Sequence[Any]]) -> None:
-        """Run this rank's stages backward for all micro-batches.
-
-        ``of_outputs`` has, by micro-batch, the gradients of the outputs of the last stage.
-        """
+        """Run this rank's stages backward, from the gradients of the last stage's outputs."""
         # Gradients of a stage's inputs for the stage before on the same rank.
         local: deque[list[Any]] = deque()
         for stage in reversed(self._local_stages):

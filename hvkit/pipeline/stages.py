@@ -30,17 +30,13 @@ P = TypeVar("P", bound=CutPoint)
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a model.
-
-    By stage: ``rank_of`` is the rank along the pipeline axis that holds it, ``flops`` its fraction
-    of forward, ``nbytes`` those of its weights. ``of_weight`` has, in ascending order, the stages
-    that use a weight, by keys that a framework chooses.
-    """
+    """The stages of a model; ``rank_of`` is along the pipeline axis, ``flops`` are fractions."""
 
     cuts: tuple[Any, ...]
     rank_of: tuple[int, ...]
     flops: tuple[float, ...]
     nbytes: tuple[int, ...]
+    # The stages that use a weight, in ascending order; a framework chooses the keys.
     of_weight: Mapping[Any, tuple[int, ...]]
 
     def __len__(self) -> int:
@@ -76,11 +72,7 @@ def megabytes(nbytes: int) -> str:
 def require_places(
     balance: str, stages: int, places: Sequence[CutPoint], part: str, condition: str
 ) -> None:
-    """Raise unless a model can be cut into stages that ``balance`` makes even.
-
-    For errors, ``part`` is what a framework calls a part, and ``condition`` says where it can be
-    cut.
-    """
+    """Raise unless a model can be cut into so many stages; two arguments are for the errors."""
     if balance not in BALANCES:
         raise ValueError(
             f"stages must be {' or '.join(map(repr, BALANCES))}, or a list of the {part}s after "
@@ -118,9 +110,8 @@ def balanced_cuts(
 ) -> tuple[list[P], float]:
     """The cuts that make the largest stage smallest, by dynamic programming, and its fraction.
 
-    Among equally good cuts it takes those that send the fewest bytes between stages. ``cost`` is
-    that of a stage between two places, given by their numbers: 0 is the beginning of the model, 1
-    the first place, and so on to the model's end.
+    Equally good cuts send the fewest bytes between stages. ``cost`` is that of a stage between two
+    places: 0 is the beginning of the model, 1 the first place, and so on to the model's end.
     """
     last = len(places) + 1
     costs = {(i, j): cost(i, j) for j in range(1, last + 1) for i in range(j)}

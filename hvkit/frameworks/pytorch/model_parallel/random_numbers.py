@@ -20,7 +20,7 @@ def new_seed() -> int:
 
 
 class _Generators:
-    """PyTorch's generators of the CPU and, last, of a CUDA device."""
+    """Those of the CPU and of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._all = [torch.default_generator]
@@ -107,13 +107,10 @@ class SharedNumbers:
 
     Each rank runs the model's forward, but computes only its own stage. The forward itself must
     draw the same numbers on all ranks, although modules, whose dropout draws too, compute on one
-    rank only. So a pass begins with a seed that the ranks share, and each call of a module takes
-    one number of that stream to seed its own numbers. Gradient checkpointing draws the same ones
-    again.
-
-    This covers the generators of the CPU, of ``device``, and Python's ``random``. ``modules``
-    compute on one rank only, and none is inside another. ``seeded`` is called when a pass has set
-    its seed.
+    rank only: these ``modules``, of which none is inside another. So a pass begins with a seed that
+    the ranks share, and each call of a module takes one number of that stream to seed its own
+    numbers. Gradient checkpointing draws the same ones again. ``seeded`` is called when a pass has
+    set its seed.
     """
 
     def __init__(

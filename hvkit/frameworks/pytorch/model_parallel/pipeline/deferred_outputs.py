@@ -42,11 +42,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(eq=False)
 class Recorded:
-    """A recorded operation of the script, or an output of the model, which has no function.
-
-    ``meta`` is its result on the meta device. ``args`` and ``kwargs`` have deferred tensors among
-    them, and ``lengths`` the first dimensions of these.
-    """
+    """A recorded operation of the script, or an output of the model, which has no function."""
 
     meta: torch.Tensor
     function: Callable[..., Any] | None = None
@@ -54,6 +50,7 @@ class Recorded:
     kwargs: Any = field(default_factory=dict)
     grad: bool = True
     autocast: Sequence[tuple[bool, torch.dtype]] = ()
+    # First dimensions of the deferred tensors among the arguments.
     lengths: frozenset[int] = frozenset()
 
 
@@ -61,10 +58,9 @@ class Recorded:
 class DeferredBatch:
     """A training batch whose forward waits for ``backward()``.
 
-    Its micro-batches have equal sizes. ``key`` is what the shapes between stages depend on,
-    ``autocast`` the settings at the call, ``modes`` whether each module was in training, ``seed``
-    that of the random numbers that are the same in all stages. ``nodes`` begins with the outputs.
-    ``values`` has those of single numbers after ``backward()``.
+    ``key`` is what the shapes between stages depend on. ``autocast`` and ``modes``, whether each
+    module was in training, are those of the call. ``nodes`` begins with the outputs; ``values`` has
+    those of single numbers after ``backward()``.
     """
 
     pipeline: ScheduledPipeline
@@ -81,7 +77,6 @@ class DeferredBatch:
     _evaluate: Callable[[Recorded], torch.Tensor] | None = None
 
     def outputs(self, metas: Sequence[torch.Tensor], device: torch.device) -> list[Deferred]:
-        """Deferred tensors for the script, of the shapes of these on the meta device."""
         self.nodes += map(Recorded, metas)
         return [Deferred(device, self, node) for node in self.nodes]
 
@@ -105,10 +100,7 @@ class DeferredBatch:
     def evaluator(
         self, outputs: Sequence[torch.Tensor], microbatch: int | None
     ) -> Callable[[Recorded], torch.Tensor]:
-        """A function that computes recorded operations from outputs of the model.
-
-        These are of the micro-batch with this number, or of the whole batch for None.
-        """
+        """Computes operations from outputs of a micro-batch, or of the whole batch for None."""
         memo = dict(zip(self.nodes, outputs, strict=False))
 
         def argument(node: Recorded, t: torch.Tensor) -> torch.Tensor:
@@ -154,7 +146,6 @@ class DeferredBatch:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the batch has not run yet."""
         return self.values is None and self._evaluate is None
 
     def run_by_gpipe(self) -> None:
@@ -169,7 +160,6 @@ class DeferredBatch:
                 self._evaluate(node)
 
     def backward(self, root: Recorded) -> None:
-        """Train on the batch, once."""
         if self.values is not None:
             raise RuntimeError(
                 "backward() a second time through a pipeline: add the losses, and call it once"
@@ -230,7 +220,6 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``Tensor.backward`` of a deferred loss."""
     if create_graph or inputs is not None:
         raise ValueError(
             "backward() of a pipeline with a schedule of PyTorch's takes neither create_graph=True "
@@ -240,9 +229,7 @@ def _backward(
 
 
 def _record(batch: DeferredBatch, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Record an operation, and return its deferred result; ``NotImplementedError`` if that cannot
-    be.
-    """
+    """Record an operation and return its deferred result, or raise ``NotImplementedError``."""
     tensors = tensors_in((args, kwargs))
     in_place = is_in_place(func)
     # Views may show a change in place; all ranks need the gradient of another leaf.
@@ -281,9 +268,8 @@ def means_or_sums(
 ) -> list[bool | None]:
     """Whether each number is a sum over samples (True), a mean (False), or neither (None).
 
-    ``found`` has each number by micro-batch, ``whole`` for the whole batch. A zero may be both: an
-    integer then counts as a sum, a float as a mean. NaN and infinity may be both, too, and count as
-    means.
+    ``found`` has them by micro-batch. A zero may be both: an integer then counts as a sum, a float
+    as a mean, as do NaN and infinity.
     """
     sums: list[bool | None] = []
     for column, value in zip(zip(*found, strict=True), whole, strict=True):

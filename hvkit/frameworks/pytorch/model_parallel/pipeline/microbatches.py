@@ -25,9 +25,8 @@ class MicroBatch:
 class Divider:
     """Divides the calls of one model into micro-batches.
 
-    It divides every tensor whose first dimension is as long as the batch. But an argument whose
-    length was once another one, such as a mask, has the length of the batch by chance, and stays
-    whole.
+    It divides tensors whose first dimension is as long as the batch. An argument that once had
+    another length, such as a mask, has this one by chance, and stays whole.
     """
 
     def __init__(self) -> None:
@@ -39,8 +38,7 @@ class Divider:
     ) -> list[MicroBatch]:
         """Micro-batches whose sizes differ by at most one sample; fewer if there are fewer samples.
 
-        The first tensor of the call that has dimensions has the batch first. ``even`` makes the
-        largest number of micro-batches, up to ``count``, that have equal sizes.
+        ``even`` makes the largest number of micro-batches, up to ``count``, that have equal sizes.
         """
         flat, spec = tree_flatten((args, kwargs))
         samples = samples_in(args, kwargs)
@@ -63,11 +61,10 @@ class Divider:
 def ignored_unevenly(
     targets: Iterable[torch.Tensor], sizes: Sequence[int], index: int | None = None
 ) -> bool:
-    """Whether a loss ignores different fractions of the targets of micro-batches.
+    """Whether a loss ignores different fractions of the integer targets of micro-batches.
 
-    Then the mean of the losses of micro-batches is not the loss of the batch. ``targets`` are of
-    the whole batch, samples first; only integers count. ``index`` is that of the ignored ones; None
-    if all negative ones are ignored.
+    Then the mean of their losses is not the loss of the batch. ``index`` None: all negative targets
+    are ignored.
     """
     samples = sum(sizes)
     for t in targets:
@@ -90,8 +87,7 @@ def rows_in(
 ) -> list[int]:
     """By output tensor, how many rows of it each sample has; 0 for numbers without samples.
 
-    ``outputs`` and ``sizes`` are by micro-batch. The last ``side_outputs`` tensors may have any
-    shape.
+    The last ``side_outputs`` tensors may have any shape.
     """
     columns = list(zip(*outputs, strict=True))
     returned = len(columns) - side_outputs
@@ -127,10 +123,10 @@ def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, side_outpu
 def joined(
     outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], rows: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The output tensors of a whole batch from those of its micro-batches, with ``rows_in`` them.
+    """The output tensors of a whole batch from those of its micro-batches.
 
-    Tensors with rows for each sample are concatenated along their first dimension. Other floats are
-    means over samples, such as a loss, and integers are counts.
+    Tensors with rows for each sample are concatenated. Other floats are means over samples, such as
+    a loss, and integers are counts.
     """
     total = sum(sizes)
     found = []
@@ -147,7 +143,7 @@ def joined(
 def gradients_of_parts(
     gradients: Sequence[torch.Tensor | None], sizes: Sequence[int], rows: Sequence[int]
 ) -> list[list[torch.Tensor | None]]:
-    """By micro-batch, the gradients of its outputs from the gradients of the joined outputs."""
+    """By micro-batch, the gradients of its outputs from those of the joined outputs."""
     total = sum(sizes)
     columns = [
         [None] * len(sizes)

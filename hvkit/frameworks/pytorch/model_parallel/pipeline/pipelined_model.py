@@ -63,10 +63,7 @@ received_for: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor] = _Rece
 def enter(
     specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Leaves that get the gradients of a stage's input, and the input.
-
-    The leaves take no memory: the input is freed as soon as nobody needs it.
-    """
+    """Leaves without memory that get the gradients of a stage's input, and the input."""
     if not torch.is_grad_enabled():
         return [], list(tensors)
     leaves, entered = [], []
@@ -109,9 +106,8 @@ def autocast_as(state: Sequence[tuple[bool, torch.dtype]]) -> ExitStack:
 class ForwardPass:
     """Computes this rank's stages for one batch, and keeps what the backward pass needs.
 
-    ``seed`` is that of the random numbers that are the same in all stages. ``result`` is the
-    model's, by micro-batch, on the last stage's rank. ``requires_grad`` and ``rows``, which each
-    sample has, are by tensor of the result.
+    ``result`` is the model's, by micro-batch, on the last stage's rank. By tensor of it, ``rows``
+    is how many rows each sample has.
     """
 
     def __init__(self, pipeline: Pipeline, batches: list[MicroBatch], seed: int) -> None:
@@ -165,8 +161,8 @@ class Pipeline:
     """This rank's part of a pipeline.
 
     ``around_backward`` is called before backward, and returns what to call after it. ``expected``
-    is the result for the first batch, known to the last stage's rank at most; ``compared`` is
-    called after the comparison with it, and before later batches.
+    is the first batch's result, which only the last stage's rank may know. ``compared`` is called
+    after the comparison with it, and before later batches.
     """
 
     def __init__(
@@ -200,10 +196,7 @@ class Pipeline:
         self._comparison, self._compared = ResultComparison(self, expected), compared
 
     def __call__(self, args: Any, kwargs: Any, batches: list[MicroBatch] | None = None) -> Any:
-        """The result of the model's forward for a batch; a collective of the pipeline.
-
-        Its micro-batches need not be of equal sizes, unless they are given.
-        """
+        """The result of the model's forward for a batch; a collective of the pipeline."""
         return self.staged.result_of(with_tensors(*self.outputs(args, kwargs, batches)))
 
     def outputs(
@@ -237,7 +230,6 @@ class Pipeline:
         return [(number, call_key(batch.args, batch.kwargs)) for batch in batches]
 
     def modes(self) -> tuple[bool, ...]:
-        """Whether each module is in training."""
         return tuple(module.training for module in self.modules)
 
     def result_of(self, batches: Sequence[MicroBatch]) -> tuple[Any, list[TensorSpec]] | None:

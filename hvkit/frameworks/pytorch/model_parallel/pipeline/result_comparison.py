@@ -37,9 +37,8 @@ _TOLERANCE_OF_FEW_BITS = 5e-2
 
 
 class ResultComparison:
-    """Compares a pipeline with the whole model, and in some calls micro-batches with the batch.
-
-    ``expected`` is by ``plain_result``, on the rank of the last stage, for the first call.
+    """Compares a pipeline with ``expected``, by ``plain_result``; some micro-batches with the
+    batch.
     """
 
     def __init__(self, pipeline: Pipeline, expected: list[torch.Tensor] | None) -> None:
@@ -140,11 +139,7 @@ class ResultComparison:
 
 @contextmanager
 def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Surrounds forwards of a model in evaluation, and undoes all that they change.
-
-    The model is the first of its ``modules``. ``devices`` are GPUs whose random numbers the
-    forwards may draw.
-    """
+    """Surrounds forwards in evaluation of the first module, and undoes all that they change."""
     buffers = [
         (module, name, b, b.data, b.clone())
         for module in modules
@@ -168,10 +163,7 @@ def _trial(modules: Sequence[nn.Module], devices: Sequence[torch.device]) -> Ite
 def plain_result(
     model: nn.Module, args: Any, kwargs: Any, passed_on: Sequence[OutputPath] = ()
 ) -> list[torch.Tensor] | None:
-    """The outputs and side outputs of a model in evaluation, before it is divided.
-
-    None if the model is on another device than its inputs.
-    """
+    """The outputs of an undivided model in evaluation; None if its inputs are on another device."""
     tensors = tensors_in((args, kwargs))
     if len({t.device for t in (*tensors, *model.parameters())}) > 1:
         return None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut
+from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut, ModuleOutput
 from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
@@ -51,11 +51,10 @@ class StageEnd(BaseException):
 
 
 class StagedForward:
-    """A model whose forward runs one stage at a time.
+    """A model whose forward runs one stage at a time; it replaces ``forward`` of modules.
 
-    Parameters of other ranks' stages are on the meta device; those of this rank on ``device``.
-    ``forward`` of modules is replaced on the instances. ``seeded`` is called when random numbers
-    begin with a seed that all stages share.
+    Parameters of other ranks' stages are on the meta device. ``seeded`` is called when random
+    numbers begin with a seed that all stages share.
     """
 
     def __init__(
@@ -75,7 +74,9 @@ class StagedForward:
         self._stages = stages
         self._device = device
         self._stage = 0
+        # The output of the module at the cut before, and what skips over that.
         self._received: Sequence[torch.Tensor] = ()
+        self._received_skips: dict[ModuleOutput, torch.Tensor] = {}
         # By module, the tensors of its output, which skip over a cut.
         self._skips: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
         # Around the part of a forward before a stage: shapes only, and no compiled code.
@@ -101,12 +102,10 @@ class StagedForward:
     def run(
         self, stage: int, received: Sequence[torch.Tensor], batch: MicroBatch, seed: int
     ) -> Any:
-        """Run one of this rank's stages for a micro-batch, of which ``batch`` has the model's
-        arguments.
+        """Run one of this rank's stages for a micro-batch, from the output of the stage before.
 
-        ``received`` is the output of the stage before. Returns the inputs of the next stage; of the
-        last one, the model's result and its side outputs. ``seed`` is that of the random numbers
-        that are the same in all stages.
+        Returns the inputs of the next stage; of the last one, the model's result and its side
+        outputs. All stages get the same ``seed``.
         """
         self._stage, self._running = stage, True
         self._skips.clear()
@@ -138,15 +137,20 @@ class StagedForward:
 
     def _receive(self, stage: int, received: Sequence[torch.Tensor]) -> None:
         """Divide the inputs of a stage into outputs of modules and side outputs."""
-        self._received = received
-        self.side_outputs.begin()
+        self._received = []
+        self._received_skips = {}
         self._earlier_outputs = None
-        if stage and self.has_side_outputs:
-            cut = self._stages.cuts[stage - 1]
-            count = cut.aliases.count(None) + len(cut.skips)
-            structure = pickle.loads(bytes(received[count].tolist()))
-            self._received = received[:count]
-            self._earlier_outputs = with_tensors(structure, received[count + 1 :])
+        self.side_outputs.begin()
+        if not stage:
+            return
+        cut = self._stages.cuts[stage - 1]
+        first = cut.aliases.count(None)
+        end = first + len(cut.skips)
+        self._received = received[:first]
+        self._received_skips = dict(zip(cut.skips, received[first:end], strict=True))
+        if self.has_side_outputs:
+            structure = pickle.loads(bytes(received[end].tolist()))
+            self._earlier_outputs = with_tensors(structure, received[end + 1 :])
             # Code before the stage may add them up.
             self.side_outputs.put_tree(self._earlier_outputs)
 
@@ -184,7 +188,6 @@ class StagedForward:
         )
 
     def _refuse_outside(self, name: str, module: nn.Module, args: Any) -> None:
-        """A hook before the call of a module of another rank's stage."""
         if not self._running:
             raise ValueError(
                 f"{name} was called outside of the model's forward, but another rank of the "
@@ -208,9 +211,8 @@ class StagedForward:
                 if inside:
                     original(*args, **kwargs)
                 self._enter_stage()
-                skips = self._received[len(self._received) - len(cut.skips) :]
-                new = iter(self._received)
-                tensors = [next(new) if i is None else skips[i] for i in cut.aliases]
+                new, skips = iter(self._received), self._received_skips
+                tensors = [next(new) if i is None else skips[cut.skips[i]] for i in cut.aliases]
                 return with_tensors(cut.structure, tensors)
             if self._stage > number + 1 and not passes_on:
                 return self._shape_of(module, original, args, kwargs)
@@ -249,23 +251,13 @@ class StagedForward:
         def exchange(module: nn.Module, args: Any, output: Any) -> Any:
             if not self._running:
                 return None
-            tensors = tensors_in(output)
-            received = self._received_of(name)
-            for number, t in received.items():
-                tensors[number] = t
-            self._skips[name] = tensors
+            tensors = self._skips[name] = tensors_in(output)
+            received = [each for each in self._received_skips if each.module == name]
+            for each in received:
+                tensors[each.number] = self._received_skips[each]
             return with_tensors(structure_of(output), tensors) if received else None
 
         module.register_forward_hook(exchange)
-
-    def _received_of(self, name: str) -> dict[int, torch.Tensor]:
-        """The tensors of a module's output that this stage has received, by number."""
-        if not self._stage:
-            return {}
-        cut = self._stages.cuts[self._stage - 1]
-        skips = self._received[len(self._received) - len(cut.skips) :]
-        pairs = zip(cut.skips, skips, strict=True)
-        return {each.number: t for each, t in pairs if each.module == name}
 
     def _shape_only(self, found: DryRun, skips: Collection[str]) -> list[str]:
         """The modules of which later stages need the shapes only."""

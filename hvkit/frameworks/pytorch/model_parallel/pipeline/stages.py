@@ -23,11 +23,10 @@ UNEVEN = 1.5
 class ModuleStages(Stages):
     """The stages of a PyTorch model; ``of_weight`` has the names of parameters.
 
-    A parameter that no stage uses belongs to the stage of its module, or to the first one.
-    ``of_buffer`` has the stage that changes a buffer last, by the buffer's name; ``of_module``, by
-    name, that in which a module's first call begins. By stage and for a micro-batch, ``saved`` has
-    the bytes that autograd saves for backward, and ``output_bytes`` those that it sends to the next
-    one, or of the model's result.
+    A parameter that no stage uses belongs to the stage of its module, or to the first one. By name,
+    ``of_buffer`` has the stage that changes a buffer last, ``of_module`` that in which a module's
+    first call begins. By stage and for a micro-batch, ``saved`` has the bytes that autograd keeps,
+    ``output_bytes`` those of its result.
     """
 
     of_buffer: Mapping[str, int]
@@ -36,13 +35,9 @@ class ModuleStages(Stages):
     output_bytes: tuple[int, ...]
 
     def buffer_holder(self, buffer: str) -> int:
-        """The rank of the pipeline axis that has the value of a buffer."""
         if buffer in self.of_buffer:
             return self.rank_of[self.of_buffer[buffer]]
-        module = buffer.rpartition(".")[0]
-        while module and module not in self.of_module:
-            module = module.rpartition(".")[0]
-        return self.rank_of[self.of_module.get(module, 0)]
+        return self.rank_of[self.of_module.get(_owner(buffer, self.of_module), 0)]
 
 
 def ranks_of_stages(ranks: int, per_rank: int, *, v_shaped: bool) -> tuple[int, ...]:
@@ -57,12 +52,7 @@ def plan_stages(
     rank_of: Sequence[int],
     choice: Sequence[str] | str = "flops",
 ) -> ModuleStages:
-    """Divide a model, whose whole parameters may be on the meta device, into stages.
-
-    ``choice`` is the modules after which to cut, or what to balance, ``"flops"`` or ``"bytes"``.
-    ``ValueError`` if the model cannot be cut so often, or not after a module; it says where it can
-    be.
-    """
+    """Divide a model into stages, after the modules of ``choice``, or evenly by FLOPs or bytes."""
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     if isinstance(choice, str):
         cuts = _balanced(found, sizes, len(rank_of), choice)
@@ -75,7 +65,8 @@ def plan_stages(
 
     of_weight = {
         name: tuple(sorted({stage_at(time) for time in found.uses.get(name, ())}))
-        or (stage_at(_call_of_owner(name, found) + 1),)
+        # One without use, as of an idle expert, belongs to its module.
+        or (stage_at(found.calls.get(_owner(name, found.calls), -1) + 1),)
         for name in sizes
     }
     nbytes, saved = [0] * len(rank_of), [0] * len(rank_of)
@@ -101,19 +92,16 @@ def plan_stages(
     )
 
 
-def _call_of_owner(name: str, found: DryRun) -> int:
-    """The begin of the call of the module that has an unused parameter, such as an idle expert."""
-    while name:
+def _owner(name: str, calls: Mapping[str, int]) -> str:
+    """The innermost module around a parameter or buffer that is called, or an empty text."""
+    while name and name not in calls:
         name = name.rpartition(".")[0]
-        if name in found.calls:
-            return found.calls[name]
-    return -1
+    return name
 
 
 def _balanced(
     found: DryRun, sizes: Mapping[str, int], stages: int, balance: str
 ) -> list[ModuleCut]:
-    """The cuts that make the largest stage smallest."""
     # A last stage without weights would have nothing to do.
     last_use = max(time for times in found.uses.values() for time in times)
     places = [place for place in found.places if place.time < last_use]

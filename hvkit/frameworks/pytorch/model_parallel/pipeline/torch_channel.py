@@ -15,10 +15,7 @@ from hvkit.transport.traffic import count
 
 
 class TorchChannel(Channel):
-    """Sends tensors between this rank and others, on whose ``device`` they are received.
-
-    ``through_host``: tensors of a GPU travel through the host's memory.
-    """
+    """Sends tensors between ranks, of a GPU perhaps through the host's memory."""
 
     def __init__(
         self,
@@ -76,7 +73,6 @@ class TorchChannel(Channel):
                 dist.broadcast(t, self.ranks[source], group=self.group)
 
     def object_from_rank(self, source: int, obj: Any) -> Any:
-        """Copy one rank's object to all ranks."""
         box = [obj]
         with self.waiting():
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
@@ -84,10 +80,8 @@ class TorchChannel(Channel):
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor for another rank."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:
-    """A tensor to receive into, or one on the meta device."""
     return torch.empty(spec.shape, dtype=spec.dtype, device=device)

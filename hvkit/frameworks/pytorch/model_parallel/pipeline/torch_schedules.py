@@ -73,8 +73,8 @@ _IGNORED = -100
 class ScheduledPipeline:
     """A pipeline whose training batches run by one of PyTorch's schedules.
 
-    The first batch of each shape, batches that cannot be divided as the schedule needs, and
-    evaluation run by GPipe. ``parameters`` are this rank's, by name.
+    GPipe runs evaluation, the first batch of each shape, and batches that cannot be divided as the
+    schedule needs.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class ScheduledPipeline:
         self._latest: DeferredBatch | None = None
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        """Return deferred outputs, or outputs by GPipe."""
         pipeline = self._pipeline
         batches = pipeline.divide(args, kwargs, pipeline.microbatches, even=True)
         if not torch.is_grad_enabled() or not self._fits(len(batches)):
@@ -167,6 +166,9 @@ class ScheduledPipeline:
             return loss / len(run.batches)
 
         schedule = self._schedule_for(run)
+        # Nobody reads the outputs joined. PyTorch 2.9 would pass this argument to the stages.
+        known = "return_outputs" in inspect.signature(schedule.step).parameters
+        options = {"return_outputs": False} if known else {}
         self._loss_of = loss_of
         channel = pipeline.channel
         with channel.in_call():
@@ -176,7 +178,7 @@ class ScheduledPipeline:
                     mb=numbers,
                     target=numbers if is_last else None,
                     losses=[] if is_last else None,
-                    **_no_outputs(schedule),
+                    **options,
                 )
             self._count(run)
             self._latest = None
@@ -191,10 +193,7 @@ class ScheduledPipeline:
         found: list[list[torch.Tensor]],
         outputs: list[list[torch.Tensor]],
     ) -> None:
-        """Send the single numbers from the last stage to all ranks.
-
-        Raises ``ValueError`` on every rank of the pipeline if the loss is not a mean over samples.
-        """
+        """Send single numbers from the last stage; all ranks raise if the loss is no mean."""
         pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
         sums = self._sums.get(operations)
         if sums is None:
@@ -278,7 +277,6 @@ class ScheduledPipeline:
         return made
 
     def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
-        """Run a stage for a micro-batch of the current batch."""
         run = self._current
         assert run is not None
         with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
@@ -291,7 +289,6 @@ class ScheduledPipeline:
 
 @contextmanager
 def _in_modes(pipeline: Pipeline, modes: Sequence[bool]) -> Iterator[None]:
-    """Put each module in training or evaluation for a while."""
     before = pipeline.modes()
     # Setting an attribute of a module takes time.
     changed = pipeline.modules if before != tuple(modes) else []
@@ -305,7 +302,7 @@ def _in_modes(pipeline: Pipeline, modes: Sequence[bool]) -> Iterator[None]:
 
 
 def _ignores_unevenly(run: DeferredBatch) -> bool:
-    """Whether a loss ignores different shares of the targets of micro-batches."""
+    """Whether a loss ignores different fractions of the targets of micro-batches."""
     sizes = [batch.samples for batch in run.batches]
     for node in run.nodes:
         given = inspect.signature(node.function).bind_partial if node.function in _LOSSES else None
@@ -353,20 +350,9 @@ def _timed(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TimedStage(PipelineStage):
-    """A stage of PyTorch's schedules that notes when it computes."""
-
     times: StageTimes
     forward_one_chunk = _timed("forward", PipelineStage.forward_one_chunk)
     backward_one_chunk = _timed("backward", PipelineStage.backward_one_chunk)
     backward_weight_one_chunk = _timed(
         "backward of weights", PipelineStage.backward_weight_one_chunk
     )
-
-
-def _no_outputs(schedule: Any) -> dict[str, bool]:
-    """The argument with which a schedule does not join outputs, which nobody reads.
-
-    PyTorch 2.9 does not know it, and would pass it to the stages.
-    """
-    known = "return_outputs" in inspect.signature(schedule.step).parameters
-    return {"return_outputs": False} if known else {}

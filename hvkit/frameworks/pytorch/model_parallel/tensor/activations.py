@@ -25,11 +25,6 @@ from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNum
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
 from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
-from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    EachOperation,
-    Followed,
-    Operation,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
 _active = threading.local()
@@ -41,7 +36,7 @@ _ON_PARTS = {
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
 
 
-class DividedActivations(EachOperation):
+class DividedActivations(rules.EachOperation):
     """Operations on divided activations, inside the forward of a divided model."""
 
     def __init__(self, mesh: DeviceMesh, random: SameRandomNumbers) -> None:
@@ -81,7 +76,7 @@ class DividedActivations(EachOperation):
             _active.current = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def operation(self, call: Operation) -> Any:
+    def operation(self, call: rules.Operation) -> Any:
         if rules.writes(call):
             _refuse_lost(call)
         if not any(isinstance(t, DTensor) for t in call.inputs):
@@ -92,7 +87,7 @@ class DividedActivations(EachOperation):
             tree_map_only(DTensor, functools.partial(_mark_if_fused, t), result)
         return result
 
-    def _of_divided(self, call: Operation) -> Any:
+    def _of_divided(self, call: rules.Operation) -> Any:
         name = call.name
         if name in _OF_ELEMENTS and any(map(is_fused, call.inputs)):
             raise _not_proven(f"{name}() takes elements of it")
@@ -106,7 +101,7 @@ class DividedActivations(EachOperation):
             step = rules.follow(replace(call, outputs=[largest]))
             if step is None:
                 return self._loss(call)
-            if isinstance(step, Followed):
+            if isinstance(step, rules.Followed):
                 return self._on_parts(call, step)
         if self._needs_whole(call):
             return self._of_whole(call)
@@ -116,7 +111,7 @@ class DividedActivations(EachOperation):
         result = call.run(self._as_whole if len(call.inputs) > 1 else None)
         return tree_map_only(DTensor, self._plain_if_whole, result)
 
-    def _of_whole(self, call: Operation) -> Any:
+    def _of_whole(self, call: rules.Operation) -> Any:
         before = tuple(call.args), call.kwargs
         args, kwargs = gathered(before, f"{call.name}() takes it apart")
         for part, whole in zip(tensors_in(before), tensors_in((args, kwargs)), strict=True):
@@ -124,7 +119,7 @@ class DividedActivations(EachOperation):
                 setattr(whole, _COPY, True)
         return replace(call, args=args, kwargs=kwargs).run()
 
-    def _needs_whole(self, call: Operation) -> bool:
+    def _needs_whole(self, call: rules.Operation) -> bool:
         """Whether an operation mixes the ranks' parts as DTensor cannot, or does wrong."""
         name, dim = call.name, call.dims[0]
         of_attribute = getattr(call.function, "__name__", "") in ("__get__", "__set__")
@@ -149,7 +144,7 @@ class DividedActivations(EachOperation):
         step = rules.follow(replace(call, args=[example, *call.args[1:]], inputs=[example]))
         return isinstance(step, str)
 
-    def _view(self, call: Operation, dim: int) -> DTensor | None:
+    def _view(self, call: rules.Operation, dim: int) -> DTensor | None:
         """A view of this rank's part; None if no dimension of it could be divided."""
         whole: Any = call.args[0]
         shape = list(call.run(_shape_of).shape)
@@ -159,7 +154,7 @@ class DividedActivations(EachOperation):
         shape[step.dim] //= self._mesh.size()
         return divided(whole.to_local().reshape(shape), self._mesh, step.dim)
 
-    def _split(self, call: Operation, dim: int) -> tuple[DTensor, ...] | None:
+    def _split(self, call: rules.Operation, dim: int) -> tuple[DTensor, ...] | None:
         """The tensors of a fused product, of each of which this rank has a part.
 
         None if the split is along another dimension, or the product is not fused.
@@ -173,13 +168,13 @@ class DividedActivations(EachOperation):
         parts = whole.to_local().chunk(len(shapes), dim)
         return tuple(divided(part, self._mesh, dim) for part in parts)
 
-    def _loss(self, call: Operation) -> torch.Tensor:
+    def _loss(self, call: rules.Operation) -> torch.Tensor:
         logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
         ignored = call.argument(4, "ignore_index", -100)
         reduction = call.argument(6, "reduction", "mean")
         return collectives.cross_entropy(logits, target, self._mesh, ignored, reduction)
 
-    def _on_parts(self, call: Operation, step: Followed) -> Any:
+    def _on_parts(self, call: rules.Operation, step: rules.Followed) -> Any:
         """Compute with this rank's part, which the rules find independent of the others."""
         first, dim = call.first
         # PyTorch broadcasts tensors of fewer dimensions from the right.
@@ -289,10 +284,7 @@ def total_for_all(
 
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
-    """A value with whole activations in place of divided ones; a cache stays divided.
-
-    Refuses a fused product, whose parts are in another order.
-    """
+    """A value with whole activations in place of divided ones; a cache stays divided."""
 
     def whole(t: DTensor) -> torch.Tensor:
         if is_fused(t):
@@ -342,8 +334,7 @@ def is_fused(t: torch.Tensor) -> bool:
     return hasattr(t, _FUSED)
 
 
-def _refuse_lost(call: Operation) -> None:
-    """Refuse an operation that writes into a copy of an activation."""
+def _refuse_lost(call: rules.Operation) -> None:
     written = call.inputs[0] if call.inputs else None
     if isinstance(written, DTensor) and call.name == "__setitem__":
         raise HvkitError(f"{_PARTS}, but {rules.WRITES}")

@@ -34,9 +34,8 @@ Styles = Mapping[str, str]
 class Vocabulary:
     """The layers that share one weight of the shape (rows, features).
 
-    ``embeddings`` look up rows; ``projections`` are linear layers that compute one output for each
-    row. ``problems`` says why a layer cannot be divided. ``in_loss``: the projections' outputs may
-    stay divided up to the loss.
+    ``embeddings`` look up rows; ``projections`` compute an output for each row, which may stay
+    divided ``in_loss``. ``problems`` say why layers cannot be divided.
     """
 
     embeddings: tuple[str, ...]

@@ -99,12 +99,6 @@ def divide(
     return placements
 
 
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    return F.linear(x, weight.t() if transposed else weight, bias)
-
-
 def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Tensor]:
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         if not division.by_itself and not DividedActivations.active():
@@ -112,8 +106,8 @@ def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Te
                 f"a {type(self).__name__} layer, of which each rank of a tensor group holds a "
                 "part, was called outside the forward of its model: call the model itself"
             )
-        bias = getattr(self, "bias", None)
-        y = _product(for_all(input, mesh), self.weight, bias, division.transposed)
+        weight = self.weight.t() if division.transposed else self.weight
+        y = F.linear(for_all(input, mesh), weight, getattr(self, "bias", None))
         if division.by_itself:
             return collectives.all_gather(y, mesh)
         product = divided(y, mesh, y.dim() - 1)
@@ -128,7 +122,8 @@ def _row(
     """The forward of a layer with this rank's part of the inputs: the products are summed."""
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        y = _product(part_for_this_rank(input, mesh), self.weight, None, division.transposed)
+        weight = self.weight.t() if division.transposed else self.weight
+        y = F.linear(part_for_this_rank(input, mesh), weight)
         return total_for_all(y, getattr(self, "bias", None), mesh, along_sequence=along_sequence)
 
     return forward

@@ -45,11 +45,7 @@ _SCALES = (1.0, 1e4)
 
 @dataclass
 class Experts:
-    """A module with experts, as a dry run has seen it.
-
-    ``calls`` has the arguments of the first call of each structure, ``unusable`` why the experts
-    cannot be divided.
-    """
+    """A module with experts; ``calls`` has the arguments of the first call of each structure."""
 
     parameters: Sequence[nn.Parameter]
     calls: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)

@@ -18,19 +18,12 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
+from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import Experts, experts_in
-from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    HARMLESS,
-    SIZES,
-    WRITES,
-    EachOperation,
-    Operation,
-    follow,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure, tensors_in
 
 _MARK = "_hvkit_divided"
-_LAYOUTS = {*SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
+_LAYOUTS = {*rules.SIZES, "view", "reshape", "contiguous", "flatten", "to", "type_as"}
 # How deep tensors are looked for in objects that a model returns.
 _DEEPEST = 8
 _MULTI_HEAD = "multi_head_attention_forward"
@@ -40,9 +33,8 @@ _MULTI_HEAD = "multi_head_attention_forward"
 class Mark:
     """Marks an activation that could be divided by ``dim``.
 
-    ``columns`` are the layers from whose outputs it is computed; they are divided together or not
-    at all. ``parts`` is the number of tensors in the product; None until an operation needs a
-    number.
+    It is computed from the outputs of ``columns``, which are divided together or not at all. The
+    number of ``parts`` in their product is None until an operation needs it.
     """
 
     columns: frozenset[str]
@@ -52,31 +44,22 @@ class Mark:
 
 @dataclass
 class LinearUse:
-    """How a forward uses a layer that multiplies by a weight, or looks up its rows.
+    """How a forward uses a layer that multiplies by a weight, or looks up its rows."""
 
-    A ``transposed`` weight has the shape (in, out). ``parts`` are the numbers of parts that
-    operations on its output need, which contradict each other if there are several. ``taken_from``
-    has, for each call, the columns from which its input is computed, none for a whole input.
-    ``combined`` are columns whose outputs are combined with its own before the number of parts is
-    known. It ``ends`` if an operation, such as a loss, makes a whole result of its output. The
-    texts say why its output cannot be divided, why the model returns it, so that it must become
-    whole, and why its weight cannot be divided at all.
-    """
-
-    transposed: bool = False
+    transposed: bool = False  # its weight has the shape (in, out)
+    # The numbers of parts that operations on its output need; several contradict each other.
     parts: set[int] = field(default_factory=set)
+    # For each call, the columns from which its input is computed; empty for a whole input.
     taken_from: list[frozenset[str]] = field(default_factory=list)
+    # Columns whose outputs are combined with its own before the number of parts is known.
     combined: set[str] = field(default_factory=set)
-    ends: bool = False
-    problem: str = ""
-    returned: str = ""
-    unusable: str = ""
+    ends: bool = False  # an operation, such as a loss, makes a whole result of its output
+    problem: str = ""  # why its output cannot be divided
+    returned: str = ""  # why its output must become whole: the model returns it
+    unusable: str = ""  # why its weight cannot be divided at all
 
     def column_problem(self, returned: bool = False) -> str:
-        """Why its output cannot be divided, or an empty text.
-
-        ``returned``: the model may return it, and hvkit makes it whole.
-        """
+        """Why its output cannot be divided; if the model may return it, hvkit makes it whole."""
         if self.unusable or self.problem:
             return self.unusable or self.problem
         if len(self.parts) > 1:
@@ -87,18 +70,15 @@ class LinearUse:
 
     @property
     def row_problem(self) -> str:
-        """Why it cannot take a divided activation, or an empty text."""
         if self.unusable or all(self.taken_from):
             return self.unusable
         return "it takes whole activations"
 
 
-class LinearTrace(EachOperation):
+class LinearTrace(rules.EachOperation):
     """Follows the output of each linear layer of an undivided model.
 
-    ``meta`` are its parameters on the meta device, by name. ``linears`` has uses of linear layers
-    and embeddings, ``heads`` why an attention layer cannot be divided, or an empty text, and
-    ``experts`` modules with experts, all by name.
+    ``heads`` has, by attention layer, why it cannot be divided, or an empty text.
     """
 
     def __init__(self, model: nn.Module, meta: Mapping[str, nn.Parameter], ways: int) -> None:
@@ -126,10 +106,10 @@ class LinearTrace(EachOperation):
         # The running calls of these layers; the model's own name, if it is none of them.
         self._inside = [""]
 
-    def operation(self, call: Operation) -> Any:
+    def operation(self, call: rules.Operation) -> Any:
         marks = [_mark_of(t) for t in call.inputs]
         output = call.run()
-        if call.name in HARMLESS:
+        if call.name in rules.HARMLESS:
             return output
         layer = self._product(call)
         for t in call.inputs:
@@ -149,7 +129,7 @@ class LinearTrace(EachOperation):
             self._multiply(layer, call, output)
         elif inside in self._layers and call.name not in _LAYOUTS:
             self.linears[inside].unusable = f"its forward calls {call.name}() besides the product"
-        if layer is None and any(marks) and call.name not in SIZES:
+        if layer is None and any(marks) and call.name not in rules.SIZES:
             self._follow(call, marks, output)
         return output
 
@@ -185,9 +165,8 @@ class LinearTrace(EachOperation):
             seen.unusable = "its forward returns the product in another shape"
 
     def returned(self, output: Any) -> None:
-        """Note the activations that the model returns, which must be whole.
-
-        Those in a cache of keys and values may stay divided, since only the model uses them.
+        """Note what the model returns, which must be whole; caches of keys and values may be
+        divided.
         """
         for path, tensor in _tensors_in(output, ()):
             mark = _mark_of(tensor)
@@ -197,8 +176,8 @@ class LinearTrace(EachOperation):
                     why = f"the model returns what it computes from it{where}"
                     self.linears[column].returned = why
 
-    def _product(self, call: Operation) -> str | None:
-        """The layer that computes this product of its own weight and bias, else None."""
+    def _product(self, call: rules.Operation) -> str | None:
+        """The layer that computes this product of its own weight and bias."""
         if call.name == "addmm" and len(call.args) == 3 and not call.kwargs:
             used = [call.args[2], call.args[0]]
         elif call.name == "linear":
@@ -213,7 +192,7 @@ class LinearTrace(EachOperation):
         used_here = [id(p) for p in used if p is not None]
         return layer if [id(p) for p in self._layers.get(layer, ())] == used_here else None
 
-    def _multiply(self, layer: str, call: Operation, output: torch.Tensor) -> None:
+    def _multiply(self, layer: str, call: rules.Operation, output: torch.Tensor) -> None:
         seen, factor = self.linears[layer], call.args[1 if call.name == "addmm" else 0]
         seen.transposed = call.name != "linear"
         mark = _mark_of(factor)
@@ -235,14 +214,14 @@ class LinearTrace(EachOperation):
         else:
             setattr(output, _MARK, Mark(frozenset([layer]), output.dim() - 1))
 
-    def _follow(self, call: Operation, marks: Sequence[Mark | None], output: Any) -> None:
+    def _follow(self, call: rules.Operation, marks: Sequence[Mark | None], output: Any) -> None:
         columns = frozenset().union(*(mark.columns for mark in marks if mark))
         outputs, name = tensors_in(output), call.name
         dims = [mark.dim if mark else None for mark in marks]
         if not outputs:
-            self._spoil(columns, WRITES if name == "__setitem__" else f"{name}() takes it")
+            self._spoil(columns, rules.WRITES if name == "__setitem__" else f"{name}() takes it")
             return
-        step = follow(replace(call, dims=dims, outputs=outputs, ways=self.ways))
+        step = rules.follow(replace(call, dims=dims, outputs=outputs, ways=self.ways))
         if isinstance(step, str):
             self._spoil(columns, step)
             return
@@ -305,10 +284,7 @@ def _mark_of(tensor: torch.Tensor) -> Mark | None:
 
 
 def is_cache(name: str) -> bool:
-    """Whether a class or an output of this name is a cache of keys and values.
-
-    Hugging Face's models have ``DynamicCache`` and ``past_key_values``.
-    """
+    """Whether this names a cache of keys and values, as Hugging Face's ``past_key_values``."""
     return "cache" in name.lower() or name.startswith("past_key")
 
 

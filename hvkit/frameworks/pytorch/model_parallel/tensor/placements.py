@@ -14,11 +14,7 @@ _IN_PROJECTIONS = {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1}
 
 @dataclass(frozen=True)
 class Placement:
-    """A tensor is divided along ``dim``.
-
-    ``parts`` tensors are concatenated along it, as 3 for fused queries, keys and values. A rank
-    holds a part of each.
-    """
+    """A tensor is divided along ``dim``; a rank has its part of each of ``parts`` tensors in it."""
 
     dim: int
     parts: int = 1
@@ -28,24 +24,22 @@ class Placement:
 class LayerDivision:
     """How a layer is divided.
 
-    ``style`` "column" divides the outputs, "row" the inputs, and "experts" the features between two
-    products of each expert. An embedding counts as a linear layer with a transposed weight, whose
-    inputs are the rows. ``parts`` tensors are concatenated in its output, and each rank has its
-    part of each. A ``transposed`` weight has the shape (in, out). A layer ``by_itself`` returns a
-    whole tensor, since no other layer takes its part. ``experts`` has the placement of each
-    parameter of experts: one without stays whole, and each rank adds its fraction. ``calls`` are
-    the structures of arguments with which experts may be called.
+    "column" divides the outputs, "row" the inputs, and "experts" the features between two products
+    of each expert. An embedding counts as a linear layer with a transposed weight, whose inputs are
+    the rows.
     """
 
     style: Style | Literal["experts"]
-    parts: int = 1
-    transposed: bool = False
-    by_itself: bool = False
+    parts: int = 1  # tensors in its output: 3 for fused queries, keys and values
+    transposed: bool = False  # its weight has the shape (in, out)
+    by_itself: bool = False  # it returns a whole tensor, since no other layer takes its part
+    # By parameter of experts; one without stays whole, and each rank adds its fraction.
     experts: tuple[tuple[str, Placement | None], ...] = ()
+    # The structures of arguments with which experts may be called.
     calls: frozenset[Hashable] = frozenset()
 
     def placement(self, name: str, p: torch.Tensor) -> Placement | None:
-        """The placement of a parameter of the layer, by its name there; None if it stays whole."""
+        """That of a parameter of the layer, by its name there; None if it stays whole."""
         if self.style == "experts":
             return dict(self.experts)[name]
         if self.style == "column":
@@ -55,10 +49,7 @@ class LayerDivision:
 
 
 def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) -> torch.Tensor:
-    """The part that one rank holds: a new, contiguous tensor, ``1 / ways`` as long.
-
-    ``ValueError`` if the length along ``placement.dim`` is no multiple of ``parts * ways``.
-    """
+    """A new, contiguous tensor: the part that one rank holds."""
     length = whole.shape[placement.dim]
     if length % (placement.parts * ways):
         raise ValueError(
@@ -81,8 +72,7 @@ def index_in_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices into the whole as indices into a rank's part, and which of them other ranks have.
 
-    ``length`` is that of each part. Where another rank has the element, the index is 0; one that is
-    out of range stays so.
+    The latter are 0 here. An index that is out of range stays so.
     """
     local = indices - rank * length
     elsewhere = (indices >= 0) & (indices < length * ways) & ((local < 0) | (local >= length))

@@ -45,12 +45,9 @@ _CPU = torch.device("cpu")
 class TensorPlan:
     """How ``divide`` divides the layers of a model.
 
-    ``divisions`` are by the name of a module. The name of an ``nn.MultiheadAttention`` stands for
-    its input projections, and its ``out_proj`` is a row layer. ``whole`` has, by linear layer or
-    embedding, why it stays whole; ``share`` is the divided fraction of the bytes of all parameters.
-    ``vocabularies`` are, for each weight, the names of the layers that share it, ``called`` the
-    layers that the forward has called, ``experts`` modules with experts in parameters of three
-    dimensions, divided or whole.
+    ``divisions`` of an ``nn.MultiheadAttention`` are those of its input projections; its
+    ``out_proj`` is a row layer. ``whole`` has reasons. ``share`` is the divided fraction of the
+    bytes of all parameters. ``vocabularies`` are names of layers that share a weight.
     """
 
     ways: int
@@ -89,12 +86,7 @@ def plan_layers(
     requested: Styles | None = None,
     left: Set[str] = frozenset(),
 ) -> TensorPlan:
-    """Find the layers that ``ways`` ranks can divide, by one forward on the meta device.
-
-    The model is unchanged afterwards; its parameters may be on the meta device. ``requested`` are
-    divisions to use instead, ``left`` layers that stay whole, since training and evaluation use
-    them differently.
-    """
+    """Find the layers that ``ways`` ranks can divide, except ``left``, by a forward on meta."""
     if ways == 1 or requested == {}:
         return TensorPlan(ways)
     meta, _ = on_meta(model)
@@ -114,16 +106,21 @@ def plan_layers(
         *(each for name in trace.heads for each in (name, _child(name, "out_proj"))),
         *(name for name, seen in trace.experts.items() if seen.calls),
     )
-    plan = TensorPlan(
+    divisions = {n: divisions[n] for n in order if n in divisions}
+    sequence = SequenceTrace(model, divisions, ways)
+    _watch_forward(sequence, model, meta, args, kwargs)
+    regions, problems = sequence.found()
+    return TensorPlan(
         ways,
-        {n: divisions[n] for n in order if n in divisions},
+        divisions,
         {n: whole[n] for n in order if n in whole and n not in divisions},
         _share(model, divisions),
         tuple(frozenset(each.layers) for each in found),
-        called=frozenset(called),
-        experts=frozenset(trace.experts),
+        tuple(regions),
+        tuple(problems),
+        frozenset(called),
+        frozenset(trace.experts),
     )
-    return _with_sequence_regions(plan, model, args, kwargs)
 
 
 def _chosen(
@@ -150,16 +147,6 @@ def _chosen(
     whole |= {name: why for name, why in tried.items() if isinstance(why, str)}
     whole |= dict.fromkeys(left, "training and evaluation use it in different ways")
     return divisions, whole
-
-
-def _with_sequence_regions(
-    plan: TensorPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> TensorPlan:
-    trace = SequenceTrace(model, plan.divisions, plan.ways)
-    meta, _ = on_meta(model)
-    _watch_forward(trace, model, meta, args, kwargs)
-    found, problems = trace.found()
-    return replace(plan, sequence_regions=tuple(found), whole_regions=tuple(problems))
 
 
 def with_vocabularies_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
@@ -209,7 +196,6 @@ def _watch_forward(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Run the model's forward with ``meta`` in place of its parameters, seen by ``trace``."""
     tensors = {**meta, **{n: b.clone() for n, b in model.named_buffers()}}
     device = next((p.device for p in model.parameters() if not p.is_meta), _CPU)
     args, kwargs = copied_call(tuple(args), dict(kwargs))
@@ -228,7 +214,7 @@ def _watch_forward(
 
 
 def _nothing(error: Exception) -> None:
-    """Accept a forward that looks at values: all ranks of the tensor axis see the same ones."""
+    """Accept reads of values: all ranks of the tensor axis see the same ones."""
 
 
 def _linears(model: nn.Module, trace: LinearTrace) -> dict[str, LinearUse]:
@@ -314,7 +300,6 @@ def _column(seen: LinearUse) -> LayerDivision:
 
 
 def placements_of(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> dict[str, Placement]:
-    """The placement of each parameter that a plan divides, by its name."""
     names = {p: name for name, p in model.named_parameters()}
     return {
         names[p]: placement

@@ -25,10 +25,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 
 
 class Followed(NamedTuple):
-    """An operation's output is divided by ``dim``.
-
-    The operation needs an activation that is computed from a product of so many ``parts``; None if
-    any number is right.
+    """An output is divided by ``dim``; the operation needs a product of so many ``parts``, or of
+    any.
     """
 
     dim: int
@@ -37,10 +35,8 @@ class Followed(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, as the rules see it.
-
-    ``inputs`` are the tensors among its arguments, and ``dims`` by which dimension each is divided,
-    or None.
+    """One operation; for each tensor among its arguments, ``dims`` has the divided dimension or
+    None.
     """
 
     function: Callable[..., Any]
@@ -107,10 +103,7 @@ Rule = Callable[[Operation], "Followed | str | None"]
 
 
 def follow(call: Operation) -> Followed | str | None:
-    """The division of an operation's output, or why it cannot be divided.
-
-    None if the output is whole on every rank.
-    """
+    """How an operation's output is divided, or why it cannot be; None if every rank has the whole."""
     if call.name not in RULES:
         return f"{call.name}() has no rule by which it could be divided"
     return RULES[call.name](call)

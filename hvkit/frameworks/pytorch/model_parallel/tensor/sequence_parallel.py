@@ -28,11 +28,6 @@ from torch import nn
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
 from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
-from hvkit.frameworks.pytorch.model_parallel.tensor.propagation_rules import (
-    EachOperation,
-    Followed,
-    Operation,
-)
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 T = TypeVar("T")
@@ -53,9 +48,8 @@ _BY_POSITION = {
 class SequenceRegion:
     """Activations that the ranks divide along the sequence.
 
-    ``begins`` are row layers and embeddings, which end in a reduce-scatter; ``ends`` column and
-    attention layers, which begin with an all-gather. ``others`` are reasons for other exchanges,
-    and the number of these.
+    It begins with the reduce-scatters of row layers and embeddings, and ends with the all-gathers
+    of column and attention layers. ``others`` are reasons for other exchanges, and their numbers.
     """
 
     begins: tuple[str, ...]
@@ -68,9 +62,8 @@ class SequenceRegion:
 class _SeenRegion:
     """What the trace has seen of activations that begin at the same layers.
 
-    ``at_layers`` is the number of exchanges at the layers where they begin and end, ``others`` that
-    of other exchanges of as many bytes, by their reason. ``largest`` is in bytes; ``problem`` says
-    why they cannot be divided at all.
+    ``at_layers`` counts exchanges where they begin and end, ``others`` those of as many bytes
+    elsewhere, by their reason. ``largest`` is in bytes.
     """
 
     ends: dict[str, None] = field(default_factory=dict)
@@ -81,7 +74,6 @@ class _SeenRegion:
     problem: str = ""
 
     def add(self, other: _SeenRegion) -> None:
-        """Merge what was seen of activations that are combined with these."""
         self.ends |= other.ends
         self.modules |= other.modules
         self.at_layers += other.at_layers
@@ -91,12 +83,10 @@ class _SeenRegion:
         self.refuse(other.problem)
 
     def refuse(self, problem: str) -> None:
-        """Keep the first reason why they cannot be divided."""
         self.problem = self.problem or problem
 
     @property
     def why_whole(self) -> str:
-        """Why they are not divided; an empty text if they are."""
         if not self.problem and sum(self.others.values()) > _OTHERS * self.at_layers:
             most = max(self.others, key=lambda reason: self.others[reason])
             return f"parts would send more, since {most}"
@@ -114,7 +104,7 @@ class _Part:
     dim: int
 
 
-class SequenceTrace(EachOperation):
+class SequenceTrace(rules.EachOperation):
     """Follows the outputs of row layers of an undivided model."""
 
     def __init__(self, model: nn.Module, divisions: Mapping[str, LayerDivision], ways: int) -> None:
@@ -130,7 +120,7 @@ class SequenceTrace(EachOperation):
         # Activations that could be divided, by the number of their memory.
         self._memory: dict[int, torch.Tensor] = {}
 
-    def operation(self, call: Operation) -> Any:
+    def operation(self, call: rules.Operation) -> Any:
         output = call.run()
         marks = [_mark_of(t) for t in call.inputs]
         if rules.writes(call) and call.inputs and not marks[0]:
@@ -148,7 +138,7 @@ class SequenceTrace(EachOperation):
         dims = [mark.dim if mark else None for mark in marks]
         seen_by_rules = replace(call, dims=dims, outputs=outputs, ways=self._ways)
         step = rules.follow(seen_by_rules) if outputs and call.name in _BY_POSITION else None
-        if isinstance(step, Followed):
+        if isinstance(step, rules.Followed):
             self._count_whole(seen_by_rules, begins)
             for each in outputs:
                 self._mark(each, _Part(begins, step.dim))
@@ -161,7 +151,7 @@ class SequenceTrace(EachOperation):
             seen.others[f"{call.name}() needs the whole sequence"] += amount
         return output
 
-    def _count_whole(self, call: Operation, begins: frozenset[str]) -> None:
+    def _count_whole(self, call: rules.Operation, begins: frozenset[str]) -> None:
         """Count exchanges of whole inputs as long as the sequence: each rank takes its part."""
         first, dim = call.first
         from_right = first.dim() - dim
@@ -214,7 +204,6 @@ class SequenceTrace(EachOperation):
         return name if division.style == "row" and not projection else None
 
     def returned(self, output: Any) -> None:
-        """Count an exchange for each activation that the model returns whole."""
         for t in tensors_in(output):
             if mark := _mark_of(t):
                 self._region(mark.begins).others["the model returns them"] += 1

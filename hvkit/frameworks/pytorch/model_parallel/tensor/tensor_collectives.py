@@ -46,10 +46,6 @@ def _fraction(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return x / mesh.size()
 
 
-def _total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    return _reduced(x, mesh)
-
-
 def _part(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     # Autograd would keep the memory of the whole for a view of it.
     return x.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
@@ -75,7 +71,9 @@ def _part_of_total(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     return received.sum(0)
 
 
-def _reduced(x: torch.Tensor, mesh: DeviceMesh, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def _total(
+    x: torch.Tensor, mesh: DeviceMesh, dim: int = -1, op: Any = dist.ReduceOp.SUM
+) -> torch.Tensor:
     if x.is_meta:
         return x.clone()
     total = x.clone(memory_format=torch.contiguous_format)
@@ -110,7 +108,7 @@ all_gather_shared = _collective(_whole, _part_of_total)
 @torch.no_grad()
 def all_reduce_max(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The largest of the ranks' elements at each index, on every rank; without a gradient."""
-    return _reduced(x, mesh, dist.ReduceOp.MAX)
+    return _total(x, mesh, op=dist.ReduceOp.MAX)
 
 
 def cross_entropy(
@@ -123,8 +121,8 @@ def cross_entropy(
     """As ``torch.nn.functional.cross_entropy`` of all classes, on every rank.
 
     Megatron-LM (https://arxiv.org/abs/1909.08053, section 3): the ranks exchange three numbers for
-    each target in place of the logits, which are of this rank's classes: (classes), (samples,
-    classes) or (samples, classes, ...). A target that is no class is an error of PyTorch's.
+    each target in place of the logits, which are of this rank's classes: (classes) or (samples,
+    classes, ...).
     """
     dim = min(1, logits.dim() - 1)
     exact = torch.promote_types(logits.dtype, torch.float32)
