@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from hvkit.communication.collectives import gather, require_equal
+from hvkit.communication.collectives import require_equal
 from hvkit.communication.group import Group
 from hvkit.frameworks.keras import as_pytorch, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable
@@ -131,12 +131,12 @@ class KerasOnPyTorchPort(KerasPort):
             for each in self.optimizers:
                 share_scale(each, agree, self.group.size, self.models)
         self._divide_state(lambda: PyTorchSender(self.group.numbered("hvkit"), self.group))
-        built = gather("distribute", list(map(initial_state.has_weights, self.models)), self.group)
-        if all(map(all, built)):
+        built = self._have_weights()
+        if all(built):
             return self._begin()
-        for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
+        for model, on_all_ranks in zip(self.models, built, strict=True):
             begin_with_weights(model, self._begin_if_built)
-            if all(on_ranks):
+            if on_all_ranks:
                 self._synchronise(model)
             else:
                 self._in_first_call(model, self._synchronise_and_begin)
@@ -148,7 +148,7 @@ class KerasOnPyTorchPort(KerasPort):
 
     def _synchronise(self, model: Any) -> None:
         """Copy rank 0's weights, once: a forward pass may have used them; a collective."""
-        if not any(each is model for each in self._synchronised):
+        if model not in self._synchronised:
             self._synchronised.append(model)
             initial_state.synchronise_model(model, self.group)
             for module in as_pytorch.modules_of_pytorch(model):

@@ -15,7 +15,7 @@ wraps methods of the optimizer, the outermost first::
                                  (apply_at_multiplied_rate)      until the update ends
     apply                        monitor/keras                   measures the gradients that the
                                  (measured)                      update uses
-    build,                       sharded                         no state for the variables of
+    build,                       partial_state                   no state for the variables of
     add_variable_from_reference                                  other ranks
     _get_current_learning_rate   optimizers (rate)               multiplies the rate
     _backend_update_step         sharded (update_own)            updates this rank's variables,
@@ -37,7 +37,6 @@ from typing import Any
 import keras
 
 from hvkit import runtime
-from hvkit.communication import collectives
 from hvkit.frameworks.keras import buffers, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.callbacks import Epoch
@@ -91,10 +90,8 @@ class KerasOnTensorFlowPort(KerasPort):
 
     def synchronise(self) -> None:
         self._synchronise_batch_norm()
-        has_weights = list(map(initial_state.has_weights, self.models))
-        built = collectives.gather("distribute", has_weights, self.group)
-        for model, on_ranks in zip(self.models, zip(*built, strict=True), strict=True):
-            if all(on_ranks):
+        for model, built in zip(self.models, self._have_weights(), strict=True):
+            if built:
                 self._synchronise_before_it_computes(model)
             else:
                 self._in_first_call(model, self._synchronise_in_first_call)
@@ -124,7 +121,7 @@ class KerasOnTensorFlowPort(KerasPort):
 
     def _synchronise_in_first_call(self, model: Any) -> None:
         self._synchronise_batch_norm()
-        if any(each is model for each in self._pending):
+        if model in self._pending:
             self._synchronise_before_it_computes(model)
 
     def _synchronise_batch_norm(self) -> None:

@@ -8,6 +8,7 @@ from weakref import ref
 
 from keras.src.backend import in_stateless_scope
 
+from hvkit.communication import collectives
 from hvkit.frameworks.keras.buffers import compared_of
 from hvkit.frameworks.keras.checks import require_same_weights
 from hvkit.frameworks.keras.fit import train_uncompiled
@@ -60,6 +61,12 @@ class KerasPort:
         allowed = [o for each in self.inner for o in (each, *parts_of(each))]
         refuse_other_optimizers(model, allowed)
         train_uncompiled(model)
+
+    def _have_weights(self) -> list[bool]:
+        """Whether each model has weights on all ranks; a collective."""
+        local = list(map(has_weights, self.models))
+        by_rank = collectives.gather("distribute", local, self.group)
+        return list(map(all, zip(*by_rank, strict=True)))
 
     def _in_first_call(self, model: Any, act: Callable[[Any], None]) -> None:
         """Do something in a model's first call, after it has built itself, before it computes."""

@@ -20,7 +20,7 @@ import numpy as np
 from hvkit import runtime
 from hvkit.communication import messages
 from hvkit.communication.exchanges import chunks_by_owner
-from hvkit.communication.group import Group, refuse_in_group
+from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     backend_variable,
@@ -107,7 +107,6 @@ class OptimizerShards(PartialState):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        refuse_in_group("hvkit.settled of an optimizer", self._group)
         owners = self.owner_of([variable for _, variable in self.slots])
         owned = {
             i: np.array(slot.numpy())
