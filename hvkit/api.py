@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 
 from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
-from hvkit.capabilities import IN_GROUPS, checked_compression, checked_strategy, refuse_unsupported
+from hvkit.capabilities import checked_compression, checked_strategy, refuse_unsupported
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, all_ranks, refuse_in_group
+from hvkit.communication.group import Group, all_ranks
 from hvkit.compression import Compression, CompressionName
-from hvkit.errors import ranks_text
 from hvkit.learning_rate import LRScaling, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
@@ -158,8 +157,6 @@ def distribute(
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1:
             options = replace(options, mesh=in_mesh)
-        if not group.is_all_ranks:
-            _refuse_in_some_ranks(options, engine, monitor)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
@@ -224,20 +221,6 @@ def distribute(
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer
     return model, optimizer
-
-
-def _refuse_in_some_ranks(options: Options, engine: str | None, monitor: Monitor | None) -> None:
-    """Raise for options that need all ranks, in a group of some."""
-    group = options.group
-    if not isinstance(options.strategy, IN_GROUPS):
-        refuse_in_group(str(options.strategy), group)
-    if monitor is not None:
-        refuse_in_group("hvkit.Monitor", group)
-    if group.size > 1 and group.framework != engine:
-        raise ValueError(
-            f"the group of {ranks_text(group.members)} was made for Horovod's library for "
-            f"{group.framework}, but these models send tensors of {engine}"
-        )
 
 
 def _in_data_group(options: Options, engine: str | None) -> Options:

@@ -258,8 +258,6 @@ SUPPORT: dict[Framework, Support] = {
     KERAS_ON_JAX: _KERAS_ON_JAX,
     JAX: _JAX,
 }
-# Strategies that work among some of the ranks.
-IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
 
 
 def refuse_unsupported(framework: Framework, options: Options) -> None:

@@ -258,13 +258,8 @@ def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group
     runtime.init(framework)
     groups = sorted(tuple(sorted(row)) for row in rows)
     problem: Exception | None = None
-    if sorted(rank for group in groups for rank in group) != list(range(runtime.size())):
-        problem = ValueError(
-            f"rows must hold each rank from 0 to {runtime.size() - 1} once, got {list(rows)}"
-        )
-    elif any(1 < len(group) < runtime.size() for group in groups) and (
-        os.environ.get(_GROUPS_VARIABLE) != "1"
-    ):
+    several = any(1 < len(group) < runtime.size() for group in groups)
+    if several and os.environ.get(_GROUPS_VARIABLE) != "1":
         problem = LaunchError(
             "groups of ranks need a Horovod that was started for them: make the hvkit.Mesh before "
             "the first call of hvkit.init(), hvkit.rank() and the like, on every rank, or set "

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hvkit import runtime
-from hvkit.errors import ranks_text
 from hvkit.transport.engines import Engine, ProcessSet
 
 
@@ -57,14 +56,6 @@ class Group:
 
 
 _numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)
-
-
-def refuse_in_group(call: str, group: Group) -> None:
-    """Raise unless a group is all ranks."""
-    if not group.is_all_ranks:
-        raise ValueError(
-            f"{call} needs all ranks, but {ranks_text(group.members)} train as a group"
-        )
 
 
 def all_ranks() -> Group:

@@ -38,8 +38,6 @@ if ON_TENSORFLOW:
 
 
 class VariableSender(Protocol):
-    """Sends updated variables, with the collectives of a backend."""
-
     def leave_out(self, gradients: Sequence[Any]) -> None:
         """Note the gradients of variables that other ranks update."""
 
@@ -52,10 +50,7 @@ class VariableSender(Protocol):
 
 
 class OptimizerShards(PartialState):
-    """Divides the state of one optimizer among the ranks.
-
-    ``owned_bytes`` are those that each rank owns already, in rank order; they count up.
-    """
+    """Divides an optimizer's state; ``owned_bytes`` of each rank, in rank order, count up."""
 
     how_to_save = (
         "save with hvkit.Checkpoint (in fit, with its callback() in place of ModelCheckpoint), or "
@@ -123,7 +118,6 @@ class OptimizerShards(PartialState):
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
-    """Raise if an optimizer does not update each weight on its own."""
     if type(optimizer).__name__ == "ScheduleFreeAdamW":
         raise ValueError(
             f"ScheduleFreeAdamW changes all weights when it is built, but with {strategy} no rank "
@@ -257,7 +251,6 @@ def _tried(optimizer: Any) -> str:
 
 
 def _update_only(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Leave the other weights out of an optimizer's updates."""
     update, updated = optimizer._backend_update_step, set(map(id, variables))
 
     def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:

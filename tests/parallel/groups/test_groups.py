@@ -261,26 +261,6 @@ def test_gradients_that_are_not_finite_are_a_matter_of_their_group(
     assert ("rank 3 has a NaN or infinite gradient of parameter" in text) == of_rank_3
 
 
-ON_ALL_RANKS = [hvkit.Gossip(), hvkit.ParameterServer(0)]
-IN_PYTORCH = [hvkit.FullyShard(), hvkit.Centralized(), hvkit.DeMo()]
-
-
-@pytest.mark.parametrize(
-    ("framework", "strategy"),
-    [
-        *((PyTorch, strategy) for strategy in ON_ALL_RANKS + IN_PYTORCH),
-        *((Keras, strategy) for strategy in ON_ALL_RANKS),
-    ],
-    indirect=["framework"],
-    ids=str,
-)
-def test_strategies_of_all_ranks_refuse_a_group(framework, group, strategy):
-    model = framework.mlp()
-    optimizer = framework.sgd(model)
-    with pytest.raises(ValueError, match="needs all ranks, but"):
-        hvkit.distribute(model, optimizer, strategy=strategy, _group=group)
-
-
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(
     framework, group, tmp_path
 ):

@@ -82,7 +82,7 @@ def test_what_cannot_be_handed_out_is_refused(data, options, kind, text):
 
 
 def test_batches_are_handed_out_by_a_parameter_server_alone(monkeypatch):
-    monkeypatch.setattr(client, "_service", None)
+    monkeypatch.setattr(client, "_client", None)
     loader = hvkit.shard(rows_in_batches(), dynamic=True)
     with pytest.raises(ValueError, match=r"pass strategy=hvkit\.ParameterServer"):
         next(iter(loader))

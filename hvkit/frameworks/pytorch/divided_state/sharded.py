@@ -20,7 +20,7 @@ from hvkit import runtime
 from hvkit.communication import messages
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.exchanges import chunks_by_owner
-from hvkit.communication.group import Group, refuse_in_group
+from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside
@@ -208,7 +208,6 @@ class _OwnedState(PartOfState):
             optimizer.state.pop(p, None)
 
     def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
-        refuse_in_group("hvkit.settled of an optimizer", self._owned.group)
         parameters, state = self._parameters(), self._optimizer.state
         owners = self._owned.owner_of(parameters)
         owned = {
