@@ -225,7 +225,8 @@ def distribute(
 
 def _in_data_group(options: Options, engine: str | None) -> Options:
     """The options with the group of ranks that hold the same part of a model; a collective."""
-    assert options.mesh is not None
+    assert options.mesh
+    assert engine
     mesh, position = options.mesh.mesh, options.mesh.position
     if mesh.shard > 1 or mesh.data == 1:
         # Horovod sends nothing in this group.

@@ -1,15 +1,13 @@
 """TCP connections between the processes of a run: who may use them, frames, and their loss.
 
-**Proof.** Both ends prove to each other that they know the same key, by the challenge of
-``multiprocessing.connection``, once in each direction: an HMAC over random bytes, so the key
-itself never travels. Python 3.11 uses MD5, which newer versions accept from it and which is still
-safe in an HMAC; two newer ones agree on SHA-256. What follows the proof is not encrypted.
+Both ends prove to each other that they know the same key, by the challenge of
+``multiprocessing.connection``: an HMAC over random bytes, so the key itself never travels. Python
+3.11 uses MD5, which is still safe in an HMAC. What follows the proof is not encrypted: frames of a
+number for their kind, a length, and that many bytes.
 
-**Frames.** A frame is a number for its kind, a length, and that many bytes.
-
-**Liveness.** TCP keep-alive in the kernels detects a lost connection. While a process waits for a
-disk or a core, its kernel still acknowledges packets; when a process ends, its kernel closes the
-connection. If neither happens, the host or the network is lost.
+Keep-alive in the kernels detects a lost connection. While a process waits for a disk or a core, its
+kernel still acknowledges packets; when it ends, its kernel closes the connection. If neither
+happens, the host or the network is lost.
 """
 
 import contextlib

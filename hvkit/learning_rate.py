@@ -1,7 +1,5 @@
 """Scaling and warm-up: the factor by which an update multiplies the user's learning rate.
 
-Plain arithmetic; the ports apply it where an update reads the rate.
-
 N ranks with batch size B take one step where a single process takes N. The linear rule multiplies
 the rate by N. That is too much for the first steps, so a warm-up raises the rate gradually. Both
 are from Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour" (2017). The

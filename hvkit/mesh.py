@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from hvkit import runtime
 from hvkit.argument_checks import check_count, check_one_of
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, all_ranks
+from hvkit.communication.group import Group
 from hvkit.errors import LaunchError
 from hvkit.transport.engines import Engine, ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
@@ -247,38 +247,28 @@ def allow_groups() -> None:
         os.environ.setdefault(_GROUPS_VARIABLE, "1")
 
 
-def divide(rows: Sequence[Sequence[int]], framework: str | None = None) -> Group:
-    """Divide all ranks into groups, and return this process's; a collective of all ranks.
+def divide(rows: Sequence[Sequence[int]], framework: str) -> Group:
+    """This process's group among these, of several ranks each; a collective of all ranks.
 
-    Each rank is in one of the rows, which must be equal on every rank; equal rows give equal groups
-    in each call. The groups will send tensors of ``framework``, ``"torch"`` or ``"tensorflow"``, by
-    default of the one that is imported.
+    The groups will send tensors of ``"torch"`` or ``"tensorflow"``. Each rank is in one row, in
+    ascending order. Equal rows give equal groups in each call.
     """
     allow_groups()
     runtime.init(framework)
-    groups = sorted(tuple(sorted(row)) for row in rows)
-    problem: Exception | None = None
-    several = any(1 < len(group) < runtime.size() for group in groups)
-    if several and os.environ.get(_GROUPS_VARIABLE) != "1":
+    problem = None
+    if os.environ.get(_GROUPS_VARIABLE) != "1":
         problem = LaunchError(
             "groups of ranks need a Horovod that was started for them: make the hvkit.Mesh before "
             "the first call of hvkit.init(), hvkit.rank() and the like, on every rank, or set "
             f"{_GROUPS_VARIABLE}=1 in the environment of all ranks"
         )
     raise_together(problem, "distribute")
-    require_equal("division into groups", [str(group) for group in groups], "pass the same rows")
-    members = next(group for group in groups if runtime.rank() in group)
-    if members == all_ranks().members:
-        return all_ranks()
-    engine = runtime.engine(framework) if framework else runtime.any_engine()
-    sets = {}
-    with waiting_for_all_ranks():
-        for group in groups:  # Horovod on each rank must know all of them
-            if len(group) > 1:
-                sets[group] = _process_set_of(engine, group)
-    name = framework or runtime.name_of(engine)
-    rank = members.index(runtime.rank())
-    return Group(rank, members, sets[members], name) if len(members) > 1 else Group(rank, members)
+    require_equal("division into groups", [str([*row]) for row in rows], "pass the same rows")
+    engine, rank = runtime.engine(framework), runtime.rank()
+    with waiting_for_all_ranks():  # Horovod on each rank must know all of them
+        sets = [_process_set_of(engine, tuple(row)) for row in rows]
+    of_rank = next(each for each in sets if rank in each.ranks)
+    return Group(of_rank.ranks.index(rank), of_rank.ranks, of_rank, framework)
 
 
 def _process_set_of(engine: Engine, ranks: tuple[int, ...]) -> ProcessSet:

@@ -11,7 +11,6 @@ import json
 import random
 import sys
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -156,12 +155,7 @@ class FixedRandomness:
         }
         self._generators.set({name: inside[name] for name in self._outside})
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self._inside = self._generators.states()

@@ -111,10 +111,6 @@ def any_engine() -> Engine:
     return next(iter(_engines.values()))
 
 
-def name_of(engine: Engine) -> str:
-    return next(name for name, each in _engines.items() if each is engine)
-
-
 def started() -> bool:
     return bool(_engines)
 

@@ -1,7 +1,6 @@
 """Calls on tensors: ``allgather``, ``mean``, ``reduce_gradients``, ``average_buffers``.
 
-Gradients flow back through ``allgather``. A loss over the samples of all ranks, as in contrastive
-learning, needs the embeddings of all of them. With N ranks, rank s computes a loss ``L_s`` of all
+Gradients flow back through ``allgather``. With N ranks, rank s computes a loss ``L_s`` of all
 embeddings ``z_0 ... z_{N-1}``, and the gradients of the weights become means over ranks. So that
 they are those of ``mean_s L_s``, rank r must continue its backward pass with ``sum_s dL_s/dz_r``:
 

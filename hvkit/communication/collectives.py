@@ -1,13 +1,8 @@
-"""Collectives on Python objects.
-
-hvkit's own collectives take a group, by default all ranks. A rank's number is always the one among
-all ranks.
+"""Collectives on Python objects, among all ranks or a group; ranks have their numbers among all.
 
 ``broadcast`` and ``hvkit.allgather`` pickle what the script passes. hvkit's own messages are not
-pickled: reading them runs no code (``encoding``).
-
-With one process every collective returns its argument. Each message has the name and the line of
-the user's call, so that ranks in different calls raise an error that names both.
+pickled: reading them runs no code (``encoding``). Each has the name and the line of the user's
+call, so that ranks in different calls raise an error that names both.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ results back into the generator.
 
 ``chunks`` decides how many messages carry gradients or weights. A few are enough to send the first
 while backward computes the rest; each further one costs another negotiation between the ranks.
-Large models get more messages, because nothing is left to compute behind the last one: it has to
-stay short.
+Large models get more, because nothing is left to compute behind the last one: it must stay short.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Compression by rounding: each value is sent in 16 bits or in 8.
 
 Horovod's allreduce would sum in 16 bits, where float16 overflows and every rank adds a rounding
-error, and it has neither bfloat16 nor 8-bit sums. So a mean takes two other collectives. An
-all-to-all gives each rank its part of every rank's values, and the rank averages that part in
-float32. An allgather then brings the means to all ranks. Each value is rounded twice, once on its
-way to the mean and once as part of the mean, however many ranks there are. With two bytes a value
-both together send half the bytes of a ring allreduce in float32.
+error, and it has neither bfloat16 nor 8-bit sums. So an all-to-all gives each rank its part of all
+ranks' values, which it averages in float32, and an allgather brings the means to all ranks. Each
+value is rounded twice, however many ranks there are. With two bytes a value both together send half
+the bytes of a ring allreduce in float32.
 """
 
 from __future__ import annotations

@@ -10,7 +10,4 @@
     local_weights          local weights, as a port shows them, around each step; hvkit.settled
     fingerprints           whether all ranks hold the same weights and buffers
     nonfinite              the sentence about gradients that are NaN or infinite
-
-Scaling and warm-up of the learning rate are computed in ``hvkit.learning_rate``; the ports apply
-them.
 """

@@ -11,11 +11,8 @@ A fingerprint is a row of three 64-bit numbers:
 
 Before the first update every bit must agree, because all ranks got rank 0's. Later, rounding may
 drive ranks apart, on different kinds of processors or on GPUs that add in no fixed order. Rank 0
-warns of rounding; larger differences are errors.
-
-Batch norm, codebooks and running means learn from the samples that a rank sees. hvkit averages the
-statistics of normalisation layers itself; of other buffers it does not know what they mean.
-``hvkit.average_buffers`` averages them, and rank 0 names those that differ otherwise.
+warns of rounding; larger differences are errors. Buffers that hvkit does not average itself may
+differ, as codebooks do; rank 0 names them, and ``hvkit.average_buffers`` averages them.
 """
 
 from __future__ import annotations

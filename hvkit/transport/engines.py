@@ -1,11 +1,9 @@
 """The one place that imports Horovod's collectives: for PyTorch and for TensorFlow.
 
 An engine starts one of the two, and has the collectives on NumPy arrays that the rest of hvkit
-uses. Ports use the library itself, ``Engine.hvd``.
-
-A Horovod built without GPU support takes only tensors on the CPU, and NCCL needs a GPU for each
-rank. Without either, ``HostMemory`` copies tensors to the CPU and back: training gives the same
-result but takes longer, because nothing overlaps with the backward pass.
+uses. Ports use the library itself, ``Engine.hvd``. A Horovod built without GPU support takes only
+tensors on the CPU, and NCCL needs a GPU for each rank. Without either, ``HostMemory`` copies them
+to the CPU and back: that takes longer, because nothing overlaps with the backward pass.
 """
 
 from __future__ import annotations

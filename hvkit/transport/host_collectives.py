@@ -1,12 +1,9 @@
-"""Collectives on arrays in host memory without Horovod: through mpi4py, or over TCP.
+"""Collectives on arrays in host memory without Horovod, for hvkit's own messages in JAX.
 
-``jax_engine`` uses them for hvkit's own messages; JAX has its own for the rest. Under a launcher
-with MPI they use MPI. ``--launcher gloo`` and Spark start ranks without MPI, but with a store of
-addresses for Horovod's Gloo. There the ranks put their addresses and the key that admits them, so
-everyone who can read the store can take part in the run, as with Gloo itself; on Spark, the store
-serves the ranks of the run only.
-
-A wait ends when another rank ends: it checks whether the watcher has a reason to end the run.
+Under a launcher with MPI they use MPI. ``--launcher gloo`` and Spark start ranks without MPI, but
+with a store of addresses for Horovod's Gloo. There the ranks put their addresses and the key that
+admits them, so everyone who can read the store can take part in the run, as with Gloo itself; on
+Spark, the store serves the ranks of the run only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The engine of a JAX script: it starts JAX's own processes, and carries hvkit's messages.
 
 JAX trains on several processes by itself, once they know each other: arrays are divided or
-replicated over the devices of all of them, and XLA puts collectives into compiled functions. So
-here Horovod is neither started nor needed. hvkit's objects and checks, and the address at which
-JAX's processes find each other, are sent by MPI, or without it over TCP (``host_collectives``). XLA
-sends arrays through NCCL on GPUs, and through gloo on CPUs.
+replicated over the devices of all of them, and XLA puts collectives into compiled functions,
+through NCCL on GPUs and gloo on CPUs. So here Horovod is neither started nor needed. hvkit's
+messages, and the address at which JAX's processes find each other, go through ``host_collectives``.
 
-Waits inside XLA end with the process. The watcher knows of waits in collectives that Python code of
-JAX makes, as for Orbax.
+Waits inside XLA end with the process.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Messages from one rank to another, by MPI or over TCP: the one place that imports mpi4py.
 
-Horovod has collectives only. Where it runs on MPI, messages use the same MPI, with communicators of
-their own to keep them apart from Horovod's. Horovod starts and finalises MPI; hvkit does neither.
-A rank that receives cannot know when another sends. A wait inside MPI would keep a core busy, so
-all waits here poll, and sleep in between.
+Where Horovod runs on MPI, messages use the same MPI, which Horovod starts and finalises, with
+communicators of their own to keep them apart from Horovod's. A wait inside MPI would keep a core
+busy, so all waits here poll, and sleep in between.
 
-Without MPI, as where Horovod runs on Gloo, messages go over TCP. Two ranks that send each other
-messages have a connection, which the first of them to send opens. Both ends prove that they know a
-key that rank 0 has sent to all ranks (``hvkit.connections``). For each connection one thread reads
-and another one writes.
+Where Horovod runs on Gloo, messages go over TCP. Two ranks have a connection, which the first of
+them to send opens. Both ends prove that they know a key that rank 0 has sent to all ranks
+(``hvkit.connections``). For each connection one thread reads and another one writes.
 """
 
 from __future__ import annotations

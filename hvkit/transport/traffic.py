@@ -1,12 +1,11 @@
 """How many bytes this rank sends, by purpose; ``docs/architecture.md`` lists who sends what.
 
-Horovod and MPI choose the algorithm of a collective. The counts are what the algorithms for large
-tensors send, on average over ranks: with N ranks a ring allreduce of P bytes sends 2 (N-1)/N P from
-each (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-2009), an allgather N-1 times a rank's own part, an all-to-all (N-1)/N P, a broadcast (N-1)/N P. A
-message to a single rank counts once. Not counted are network headers, and what Horovod's background
-threads send in every cycle. MPI may choose an algorithm that sends more for small tensors. Where a
-host has several ranks, it sends large tensors to other hosts less often than counted.
+Counts are what the algorithms for large tensors send, on average over ranks: with N ranks a ring
+allreduce of P bytes sends 2 (N-1)/N P from each (Patarasuk and Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009), an allgather N-1 times a rank's own part, an
+all-to-all or a broadcast (N-1)/N P. A message to a single rank counts once. Network headers, and
+what Horovod's threads send in every cycle, are not counted. For small tensors MPI may choose an
+algorithm that sends more, and where a host has several ranks, less goes to other hosts.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ pytestmark = MORE
 TORCH = """
 import time, torch, hvkit
 from hvkit.mesh import divide
-group = divide([[0, 1], [2, 3]])
+group = divide([[0, 1], [2, 3]], "torch")
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 hvkit.distribute(model, optimizer, _group=group)

@@ -17,7 +17,6 @@ import hvkit
 from hvkit import runtime
 from hvkit.communication import collectives, messages
 from hvkit.communication.encoding import sendable
-from hvkit.mesh import divide
 from hvkit.transport import engines, mailbox
 from hvkit.transport.mailbox import MpiMailbox
 
@@ -273,10 +272,3 @@ def test_an_unknown_framework_or_root_is_an_error():
         hvkit.broadcast(1, root=hvkit.size())
     with pytest.raises(ValueError, match="'mxnet'"):
         hvkit.init("mxnet")
-
-
-def test_all_ranks_together_and_ranks_of_their_own_are_groups_of_any_horovod(monkeypatch):
-    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "0")
-    everyone = range(hvkit.size())
-    assert divide([tuple(everyone)]).is_all_ranks
-    assert divide([(rank,) for rank in everyone]).members == (hvkit.rank(),)
