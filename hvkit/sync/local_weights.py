@@ -6,6 +6,8 @@ change them (``LocalOptimizer``).
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,19 +28,23 @@ class Weights(Protocol):
     """The weights of models that train together, by number, in the same order on every rank.
 
     A vector has one dimension, and the dtype in which weights are sent: float32 for weights of 16
-    bits. Complex weights are vectors of twice as many numbers.
+    bits. Complex weights are vectors of twice as many numbers. Vectors are NumPy's unless a port
+    redefines what computes with them.
     """
 
     step_call: str  # the user's call that changes them: ``optimizer.step()``
 
     group: Group  # the ranks that agree on them
 
-    noun: str  # what the framework calls several of them: ``parameters``
+    noun: str = "parameters"  # what the framework calls several of them
+
+    in_order: list[Any]
 
     def add(self, weights: Iterable[Any]) -> None:
         """Number more weights; the same ones on every rank, with the same values."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.in_order)
 
     def __contains__(self, weight: Any) -> bool: ...
 
@@ -51,8 +57,16 @@ class Weights(Protocol):
     def nbytes(self, i: int) -> int:
         """Its size."""
 
+    def vector_dtype(self, i: int) -> Any:
+        """The same for weights whose vectors can be joined; None for one that has no mean."""
+
     def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
         """The numbers of floating-point weights, in one list for each dtype of a vector."""
+        found: dict[Any, list[int]] = {}
+        for i in numbers:
+            if (dtype := self.vector_dtype(i)) is not None:
+                found.setdefault(dtype, []).append(i)
+        return list(found.values())
 
     def read(self, i: int) -> Vector:
         """A copy of a weight."""
@@ -62,21 +76,28 @@ class Weights(Protocol):
 
     def show(self, i: int, vector: Vector) -> None:
         """Set a weight temporarily, unseen by a backward pass that still needs its old value."""
+        self.write(i, vector)
 
     def equals(self, i: int, vector: Vector) -> bool:
         """Whether a weight has the value to which ``write`` would set it from a vector."""
 
     def join(self, vectors: Sequence[Vector]) -> Vector:
         """Vectors of one dtype, one after the other."""
+        return np.concatenate(vectors)
 
     def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
         """Undo ``join``: cut a vector into those of these weights."""
+        ends = list(itertools.accumulate(math.prod(self.shape(i)) for i in numbers))
+        return [vector[start:end] for start, end in itertools.pairwise([0, *ends])]
 
     def to_numpy(self, vector: Vector) -> np.ndarray[Any, Any]:
         """The same vector for NumPy."""
+        array: np.ndarray[Any, Any] = vector
+        return array
 
     def from_numpy(self, array: np.ndarray[Any, Any], i: int) -> Vector:
         """A copy of an array as a vector, on the device of a weight."""
+        return array.copy()
 
     def mean(self, vector: Vector, name: str) -> Vector:
         """The mean over ranks of a vector, which may be overwritten; a collective."""
@@ -86,6 +107,7 @@ class Weights(Protocol):
 
     def same(self, value: Any, other: Any) -> bool:
         """Whether two of these values of one thing are equal; NaN is equal to NaN."""
+        return bool(((value == other) | ((value != value) & (other != other))).all())
 
     def set_values(self, values: list[tuple[Any, Any]]) -> None:
         """Set what ``values`` returned."""

@@ -7,7 +7,6 @@ before the next step, the ranks read it, and agree on weights at the end of a ro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -26,6 +25,7 @@ from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import with_numbers
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
+from hvkit.sync.local_weights import Weights
 from hvkit.sync.rounds import RoundKeeper
 
 Vector = NDArray[Any]
@@ -40,29 +40,25 @@ def variables_of(module: Any) -> dict[str, Any]:
     }
 
 
-class NnxWeights:
-    """Implements ``hvkit.sync.local_weights.Weights``, with vectors of NumPy.
+class NnxWeights(Weights):
+    """The variables of a module, with vectors of NumPy.
 
     The variables have the same names and order on every rank; statistics are averaged with them.
     """
 
     step_call = "optimizer.update()"
-    noun = "parameters"
 
     def __init__(
         self, variables: Mapping[str, Any], statistics: Sequence[Any], group: Group
     ) -> None:
         self.group = group
         self._names = list(variables)
-        self._variables = list(variables.values())
-        self._number = {id(v): i for i, v in enumerate(self._variables)}
+        self.in_order = list(variables.values())
+        self._number = {id(v): i for i, v in enumerate(self.in_order)}
         self._statistics = list(statistics)
 
     def add(self, weights: Iterable[Any]) -> None:
         raise NotImplementedError("a module of NNX has all its variables in distribute")
-
-    def __len__(self) -> int:
-        return len(self._variables)
 
     def __contains__(self, weight: Any) -> bool:
         return id(weight) in self._number
@@ -75,53 +71,34 @@ class NnxWeights:
         return f"parameter {self._names[i]}"
 
     def _array(self, i: int) -> jax.Array:
-        array: jax.Array = self._variables[i].get_value()
+        array: jax.Array = self.in_order[i].get_value()
         return array
 
     def shape(self, i: int) -> tuple[int, ...]:
         array = self._array(i)
         return (*array.shape, 2) if array.dtype.kind == "c" else tuple(array.shape)
 
+    def vector_dtype(self, i: int) -> np.dtype[Any] | None:
+        return _wire_dtype(self._array(i).dtype)
+
     def nbytes(self, i: int) -> int:
         return int(self._array(i).nbytes)
-
-    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        by_dtype: dict[np.dtype[Any], list[int]] = {}
-        for i in numbers:
-            if (dtype := _wire_dtype(self._array(i).dtype)) is not None:
-                by_dtype.setdefault(dtype, []).append(i)
-        return list(by_dtype.values())
 
     def read(self, i: int) -> Vector:
         return _flat(self._array(i))
 
     def write(self, i: int, vector: Vector) -> None:
-        self._variables[i].set_value(_shaped_like(self._array(i), vector))
-
-    def show(self, i: int, vector: Vector) -> None:
-        self.write(i, vector)  # the arrays that a backward pass holds do not change
+        self.in_order[i].set_value(_shaped_like(self._array(i), vector))
 
     def equals(self, i: int, vector: Vector) -> bool:
         array = self._array(i)
         return np.array_equal(np.asarray(array), np.asarray(_shaped_like(array, vector)))
 
-    def join(self, vectors: Sequence[Vector]) -> Vector:
-        return np.concatenate(vectors)
-
-    def split(self, vector: Vector, numbers: Sequence[int]) -> Sequence[Vector]:
-        return np.split(vector, np.cumsum([math.prod(self.shape(i)) for i in numbers])[:-1])
-
-    def to_numpy(self, vector: Vector) -> Vector:
-        return vector
-
-    def from_numpy(self, array: Vector, i: int) -> Vector:
-        return array.copy()
-
     def mean(self, vector: Vector, name: str) -> Vector:
         return allreduce(vector)
 
     def values(self) -> list[tuple[Any, Any]]:
-        return [(v, v.get_value()) for v in (*self._variables, *self._statistics)]
+        return [(v, v.get_value()) for v in (*self.in_order, *self._statistics)]
 
     def same(self, value: Any, other: Any) -> bool:
         return np.array_equal(np.asarray(value), np.asarray(other), equal_nan=True)

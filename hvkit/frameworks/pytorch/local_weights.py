@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,17 +32,17 @@ from hvkit.frameworks.pytorch.optimizers import scaler_hooks
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
+from hvkit.sync.local_weights import Weights
 from hvkit.sync.rounds import RoundKeeper
 
 
-class ParameterVectors:
-    """The parameters of a model, by number; implements ``hvkit.sync.local_weights.Weights``.
+class ParameterVectors(Weights):
+    """The parameters of a model, by number.
 
     ``statistics`` of normalisation layers are averaged with the weights.
     """
 
     step_call = "optimizer.step()"
-    noun = "parameters"
 
     def __init__(
         self,
@@ -56,16 +55,13 @@ class ParameterVectors:
         self.group = checks.group
         self._wire = Wire("weights", self.group)
         self._number: dict[torch.Tensor, int] = {}
-        self.in_order = checks.parameters
+        self.in_order: list[nn.Parameter] = checks.parameters
         self.add(parameters)
 
     def add(self, weights: Iterable[nn.Parameter]) -> None:
         for p in weights:
             self._number[p] = len(self.in_order)
             self.in_order.append(p)
-
-    def __len__(self) -> int:
-        return len(self.in_order)
 
     def __contains__(self, weight: torch.Tensor) -> bool:
         return weight in self._number
@@ -82,13 +78,10 @@ class ParameterVectors:
     def nbytes(self, i: int) -> int:
         return self.in_order[i].nbytes
 
-    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        by_dtype: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i in numbers:
-            p = self.in_order[i]
-            if p.is_floating_point() or p.is_complex():
-                by_dtype.setdefault((wire_dtype(p.dtype), p.device), []).append(i)
-        return list(by_dtype.values())
+    def vector_dtype(self, i: int) -> tuple[torch.dtype, torch.device] | None:
+        p = self.in_order[i]
+        has_mean = p.is_floating_point() or p.is_complex()
+        return (wire_dtype(p.dtype), p.device) if has_mean else None
 
     def read(self, i: int) -> torch.Tensor:
         return to_vector(self.in_order[i])
@@ -107,9 +100,6 @@ class ParameterVectors:
     def join(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(vectors))
 
-    def split(self, vector: torch.Tensor, numbers: Sequence[int]) -> Sequence[torch.Tensor]:
-        return torch.split(vector, [math.prod(self.shape(i)) for i in numbers])
-
     def to_numpy(self, vector: torch.Tensor) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = vector.cpu().numpy()
         return array
@@ -125,9 +115,6 @@ class ParameterVectors:
         if self._statistics:
             values.append((self._statistics, self._statistics.read()))
         return values
-
-    def same(self, value: torch.Tensor, other: torch.Tensor) -> bool:
-        return bool(((value == other) | ((value != value) & (other != other))).all())
 
     def set_values(self, values: list[tuple[Any, Any]]) -> None:
         for thing, value in values:

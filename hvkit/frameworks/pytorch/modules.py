@@ -8,7 +8,7 @@ begin as rank 0's, and its batch norm has statistics.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -53,9 +53,7 @@ def is_left_to_rank(parameter: torch.Tensor) -> bool:
 
 
 def refuse_optimizers_of_others(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    known: Sequence[nn.Module] = (),
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], known: Sequence[nn.Module] = ()
 ) -> None:
     """Raise for optimizers of modules that were not passed, but for ``known`` ones, named already.
 
@@ -79,9 +77,7 @@ def refuse_optimizers_of_others(
             "from the parameters() of the model that you pass"
         )
     others = updated.keys() - passed - {id(p) for module in known for p in module.parameters()}
-    if not others:
-        return
-    for module, number in _left_out(models, others):
+    for module, number in _left_out(models, others) if others else ():
         text = (
             f"optimizer {type(updated[number]).__name__} also updates {type(module).__name__}, "
             "which was not passed to hvkit.distribute"
@@ -92,22 +88,21 @@ def refuse_optimizers_of_others(
         warn_once(f"left out {type(module).__name__}", f"{text} with it; {fix}")
 
 
-def _left_out(models: Sequence[nn.Module], numbers: Iterable[int]) -> list[tuple[nn.Module, int]]:
-    """The largest modules with these parameters that have nothing to do with the models.
+def _left_out(models: Sequence[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
+    """The largest modules that have nothing to do with the models, each with one wanted parameter.
 
     A module knows its parameters, but a parameter does not know its module, so this looks at all
     objects of the process, which takes about 0.1 s for a million. Lists of parameters do not count,
     nor does an object that contains one of the models and has the parameter itself.
     """
-    wanted = set(numbers)
     passed = {id(each) for model in models for each in model.modules()}
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
     living = [each for each in modules if "_modules" in vars(each)]  # not before its __init__
     around = {id(each) for each in living if not passed.isdisjoint(map(id, each.modules()))}
     inside = {id(child) for each in living if id(each) not in around for child in each.children()}
-    found = []
+    excluded, found = around | inside, []
     for each in living:
-        if id(each) not in around and id(each) not in inside:
+        if id(each) not in excluded:
             here = [id(p) for p in each.parameters() if id(p) in wanted]
             if here and not isinstance(each, nn.ParameterList | nn.ParameterDict):
                 found.append((each, here[0]))
@@ -131,19 +126,15 @@ def named_parameters(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> dict[str, nn.Parameter]:
     """The parameters of the models, and the ones that only optimizers have; each once."""
-    named: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
+    names: dict[nn.Parameter, str] = {}
     for name, p in named_in(models, nn.Module.named_parameters).items():
-        if id(p) not in seen:  # not again in a model that shares it
-            seen.add(id(p))
-            named[name] = p
+        names.setdefault(p, name)  # another model may share it
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                if id(p) not in seen and not is_left_to_rank(p):
-                    seen.add(id(p))
-                    named[f"optimizer {o} group {g} parameter {i}"] = p
-    return named
+                if not is_left_to_rank(p):
+                    names.setdefault(p, f"optimizer {o} group {g} parameter {i}")
+    return {name: p for p, name in names.items()}
 
 
 def sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:

@@ -14,13 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.buffers import (
-    RunningStatistics,
-    batch_norm_of,
-    compared_of,
-    made_synchronised,
-    synchronise_batch_norm,
-)
+from hvkit.frameworks.pytorch import buffers, modules, refusals
+from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.divided_state.sharded import (
     OwnedParameters,
@@ -29,7 +24,13 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
 )
 from hvkit.frameworks.pytorch.gradients.backward_passes import trace_steps
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
-from hvkit.frameworks.pytorch.gradients.reducer import GradientReducer, is_averaged, reducers_of
+from hvkit.frameworks.pytorch.gradients.reducer import (
+    GradientReducer,
+    is_averaged,
+    reducers_of,
+    watch_passes,
+)
+from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors, move_to
 from hvkit.frameworks.pytorch.learning_rate import RateInStep
 from hvkit.frameworks.pytorch.local_weights import (
@@ -38,24 +39,7 @@ from hvkit.frameworks.pytorch.local_weights import (
     is_kept,
     round_keeper,
 )
-from hvkit.frameworks.pytorch.modules import (
-    named_in,
-    named_parameters,
-    refuse_optimizers_of_others,
-    sparse_embeddings,
-)
 from hvkit.frameworks.pytorch.optimizers import has_step_length, stepping_in
-from hvkit.frameworks.pytorch.refusals import (
-    checked_optimizer,
-    is_divided,
-    is_in_mesh,
-    refuse_changes_in_forward,
-    refuse_other_optimizers,
-    refuse_other_wrappers,
-    refuse_uninitialised,
-    refuse_what_cannot_be_divided,
-    watch_steps,
-)
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach, follow_groups
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
@@ -76,20 +60,20 @@ class PyTorchPort:
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
     ) -> None:
         for model in models:
-            refuse_other_wrappers(model)
-            refuse_changes_in_forward(model)
+            refusals.refuse_other_wrappers(model)
+            refusals.refuse_changes_in_forward(model)
         self._make_deferred(models)
         self.models = list(models)
         self.model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.optimizers: list[Optimizer] = list(map(checked_optimizer, optimizers))
+        self.optimizers: list[Optimizer] = list(map(refusals.checked_optimizer, optimizers))
         self.options = options
         self._refuse_optimizers_of_others()
-        self.parameters = named_parameters(self.models, self.optimizers)
+        self.parameters = modules.named_parameters(self.models, self.optimizers)
         _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
         self.reducer: GradientReducer | None = None
         if options.batch_norm == "sync":
-            batch_norm_of(self.model)
+            buffers.batch_norm_of(self.model)
         strategy = options.strategy
         for each in self.optimizers:
             if options.on_nonfinite == "skip" and has_step_length(each):
@@ -100,15 +84,15 @@ class PyTorchPort:
             if isinstance(strategy, FullyShard | ShardedOptimizer):
                 refuse_joint_updates(strategy, each)
         if isinstance(strategy, FullyShard):
-            refuse_what_cannot_be_divided(strategy, self.models, self.optimizers)
+            refusals.refuse_what_cannot_be_divided(strategy, self.models, self.optimizers)
             if options.group.size > 1:  # before weights are sent: an old PyTorch is refused there
                 from hvkit.frameworks.pytorch.divided_state import fully_shard  # noqa: F401
         for name, tensor in (self.parameters | self._named_buffers()).items():
             if not self._is_deferred(tensor):
-                refuse_uninitialised(name, tensor)
+                refusals.refuse_uninitialised(name, tensor)
 
     def _refuse_optimizers_of_others(self) -> None:
-        refuse_optimizers_of_others(self.models, self.optimizers)
+        modules.refuse_optimizers_of_others(self.models, self.optimizers)
 
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         """Make the weights of models that were built under ``hvkit.deferred_init``."""
@@ -123,15 +107,14 @@ class PyTorchPort:
         return False
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
-        return named_in(self.models, nn.Module.named_buffers)
+        return modules.named_in(self.models, nn.Module.named_buffers)
 
     def facts(self) -> list[str]:
-        buffers = {f"buffer {name}": b for name, b in self._named_buffers().items()}
-        tensors = {f"parameter {name}": p for name, p in self.parameters.items()} | buffers
         facts = []
-        for name, t in tensors.items():
-            on = "" if t.device.type == "cpu" else f" on {t.device.type}"
-            facts.append(f"{name}: shape {tuple(t.shape)}, {t.dtype}{on}")
+        for kind, named in (("parameter", self.parameters), ("buffer", self._named_buffers())):
+            for name, t in named.items():
+                on = "" if t.device.type == "cpu" else f" on {t.device.type}"
+                facts.append(f"{kind} {name}: shape {tuple(t.shape)}, {t.dtype}{on}")
         for each in self.optimizers:
             lengths = [len(group["params"]) for group in each.param_groups]
             facts.append(f"{type(each).__name__} with parameter groups of {lengths}")
@@ -209,9 +192,10 @@ class PyTorchPort:
             if not (self.multiplier.changes_nothing or has_step_length(optimizer)):
                 rate = RateInStep(self.multiplier, around)
             if timeline_wanted():
+                watch_passes()
                 trace_steps(around)
             stepping = stepping_in(optimizer)
-            refuse_other_optimizers(stepping, is_distributed_parameter)
+            refusals.refuse_other_optimizers(stepping, is_distributed_parameter)
             attach(stepping, around)
             gather = functools.partial(gathered, weakref.proxy(optimizer)) if divided else None
             records.append((optimizer, Record(warmup=rate, gathered=gather)))
@@ -231,7 +215,7 @@ class PyTorchPort:
         ``end_pass`` of ``self.reducer``.
         """
         options, group = self.options, self.options.group
-        learnt = functools.partial(compared_of, self.models)
+        learnt = functools.partial(buffers.compared_of, self.models)
         every, accumulate = options.check_every, options.accumulate
         checks = Checks(self.parameters, self.optimizers, every, accumulate, name, learnt, group)
         keeper: GradientReducer | RoundKeeper | ServerKeeper
@@ -243,15 +227,13 @@ class PyTorchPort:
                 keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
+            reduction = Reduction(
+                checks, strategy, options.compression, statistics, self._nonfinite()
+            )
+            parameters = self.parameters.values()
+            sparse = modules.sparse_embeddings(self.model) & set(parameters)
             keeper = self.reducer = GradientReducer(
-                self.parameters.values(),
-                row_sparse=sparse_embeddings(self.model) & set(self.parameters.values()),
-                checks=checks,
-                strategy=strategy,
-                compression=options.compression,
-                statistics=statistics,
-                nonfinite=self._nonfinite(),
-                follows_passes=follows_passes,
+                parameters, sparse, reduction, follows_passes=follows_passes
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
         _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
@@ -290,13 +272,15 @@ class PyTorchPort:
         return None if action == "ignore" else NonFinite(action, self.model, self.options.group)
 
     def _synchronise_batch_norm(self) -> None:
+        group, strategy = self.options.group, self.options.strategy
         if self.options.batch_norm == "sync":
-            synchronise_batch_norm(batch_norm_of(self.model), self.options.group)
-        elif self.options.batch_norm == "average" and (layers := made_synchronised(self.model)):
-            if isinstance(self.options.strategy, Averaging):
-                synchronise_batch_norm(layers, self.options.group)
-            elif not isinstance(self.options.strategy, FullyShard):  # which leaves it to PyTorch
-                warn_of_own_batches("SyncBatchNorm layers", self.options.strategy)
+            buffers.synchronise_batch_norm(buffers.batch_norm_of(self.model), group)
+        elif self.options.batch_norm == "average":
+            layers = buffers.made_synchronised(self.model)
+            if isinstance(strategy, Averaging):
+                buffers.synchronise_batch_norm(layers, group)
+            elif layers and not isinstance(strategy, FullyShard):  # which leaves it to PyTorch
+                warn_of_own_batches("SyncBatchNorm layers", strategy)
 
     def _averaged_statistics(self, model: nn.Module) -> RunningStatistics | None:
         statistics = RunningStatistics(model)
@@ -342,14 +326,17 @@ def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
     return any(map(is_distributed_parameter, parameters))
 
 
+_IS_DISTRIBUTED = is_averaged, is_kept, refusals.is_divided, refusals.is_in_mesh
+
+
 def is_distributed_parameter(parameter: torch.Tensor) -> bool:
     """Whether a model that was passed to ``distribute`` has this parameter."""
-    return any(each(parameter) for each in (is_averaged, is_kept, is_divided, is_in_mesh))
+    return any(each(parameter) for each in _IS_DISTRIBUTED)
 
 
 def watch_updates() -> None:
     """Look at each step of an optimizer that was not passed to ``distribute``."""
-    watch_steps(is_distributed_parameter)
+    refusals.watch_steps(is_distributed_parameter)
 
 
 def _refuse_distributed(parameters: Mapping[str, torch.Tensor], *, several: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from hvkit.frameworks.keras.checks import made_trainable, require_same, unit
 from hvkit.frameworks.keras.collectives.wire import GraphWait, NamedCollectives, Wire, widened
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared
+from hvkit.sync.local_weights import Weights
 from hvkit.watch.calls import waiting_for_all_ranks
 
 Array = NDArray[Any]
@@ -35,8 +35,8 @@ STEP = "optimizer.apply()"
 """The user's call that trains."""
 
 
-class Variables:
-    """Variables that ranks agree on, by number; implements ``hvkit.sync.local_weights.Weights``.
+class Variables(Weights):
+    """Variables that ranks agree on, by number.
 
     Vectors are NumPy arrays, on which arithmetic costs less than on eager tensors. In a function
     that a graph calls, ``given`` holds the variables' values, since the graph may read and write
@@ -99,9 +99,6 @@ class Variables:
         for i, piece in zip(numbers, pieces, strict=True):
             self.in_order[i].assign(shaped(piece, self.in_order[i]))
 
-    def __len__(self) -> int:
-        return len(self.in_order)
-
     def __contains__(self, weight: Any) -> bool:
         return id(weight) in self._number
 
@@ -148,15 +145,12 @@ class Variables:
     def shape(self, i: int) -> Shape:
         return tuple(self.in_order[i].shape)
 
+    def vector_dtype(self, i: int) -> tf.DType | None:
+        dtype = self.in_order[i].dtype
+        return wide(dtype) if dtype.is_floating or dtype.is_complex else None
+
     def nbytes(self, i: int) -> int:
         return self._lengths[i] * int(self.in_order[i].dtype.size)
-
-    def by_dtype(self, numbers: Iterable[int]) -> list[list[int]]:
-        by_dtype: dict[tf.DType, list[int]] = {}
-        for i in numbers:
-            if (dtype := self.in_order[i].dtype).is_floating or dtype.is_complex:
-                by_dtype.setdefault(wide(dtype), []).append(i)
-        return list(by_dtype.values())
 
     def read(self, i: int) -> Array:
         if i in self._given:
@@ -171,27 +165,12 @@ class Variables:
             # A copy: the variable may change its memory in place.
             self.in_order[i].assign(shaped(tf.constant(vector), self.in_order[i]))
 
-    show = write
-
     def equals(self, i: int, vector: Array) -> bool:
         return bool((self._rounded(i, vector) == self.read(i)).all())
 
     def _rounded(self, i: int, vector: Array) -> Array:
         dtype = self.in_order[i].dtype.as_numpy_dtype
         return vector if vector.dtype == dtype else vector.astype(dtype).astype(vector.dtype)
-
-    def join(self, vectors: Sequence[Array]) -> Array:
-        return np.concatenate(vectors)
-
-    def split(self, vector: Array, numbers: Sequence[int]) -> Sequence[Array]:
-        ends = itertools.accumulate(self._lengths[i] for i in numbers)
-        return [vector[end - self._lengths[i] : end] for i, end in zip(numbers, ends, strict=True)]
-
-    def to_numpy(self, vector: Array) -> Array:
-        return vector
-
-    def from_numpy(self, array: Array, i: int) -> Array:
-        return array.copy()
 
     def mean(self, vector: Array, name: str) -> Array:
         with waiting_for_all_ranks(self.group.process_set):
@@ -201,9 +180,6 @@ class Variables:
     def values(self) -> list[tuple[Any, Any]]:
         self.add(self.of_model())
         return [(variable, variable.numpy()) for variable in self.in_order]
-
-    def same(self, value: Array, other: Array) -> bool:
-        return bool(((value == other) | ((value != value) & (other != other))).all())
 
     def set_values(self, values: list[tuple[Any, Any]]) -> None:
         for variable, value in values:

@@ -31,11 +31,7 @@ from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.learning_rate import (
-    checksum_of_rates,
-    rates_of,
-    refuse_other_rates,
-)
+from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates, rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
@@ -62,13 +58,8 @@ except ImportError as error:
 class DividedModels(ModelState):
     """Models whose parameters are divided among the ranks, and their optimizers.
 
-    Args:
-        strategy: when weights are dropped.
-        models: the same on every rank, with the same weights; changed in place.
-        optimizers: of the models, with the hooks around their steps; they update the new
-            parameters, each rank its part.
-        name: the same on every rank, and no other models'.
-        statistics: of normalisation layers, averaged after each step.
+    The models are the same on every rank, with the same weights, and change in place. Optimizers
+    update the new parameters, each rank its part. ``statistics`` are averaged after each step.
     """
 
     def __init__(
@@ -102,9 +93,8 @@ class DividedModels(ModelState):
         slicings = {name: Slicing.of(p) for name, p in after.items()}
         # Each rank is a whole pipeline, and rank 0 gets the full state.
         this_rank = (runtime.rank(),)
-        links = TorchChannel(
-            process_group.subgroup_of(this_rank, this_rank), this_rank, self._device, name
-        )
+        alone = process_group.subgroup_of(this_rank, this_rank)
+        links = TorchChannel(alone, self._device, name)
         super().__init__(
             together,
             dict.fromkeys([*after, *dict(together.named_buffers())], 0),
@@ -112,8 +102,7 @@ class DividedModels(ModelState):
             slicings,
             collects=True,
             first_slice=True,
-            first_shard=runtime.rank() == 0,
-        )
+            first_shard=runtime.rank() == 0,        )
         self._shown = WholeParameters()
         self._shown.add(together, {p: slicings[name] for name, p in after.items()})
         for optimizer, hooks in optimizers.items():
@@ -122,7 +111,7 @@ class DividedModels(ModelState):
             hooks.add(
                 Feature(
                     Order.DIVISION,
-                    before=self._before,
+                    before=self._require_same_order,
                     after=self._average_statistics,
                     update_begins=self._shown.begin_update,
                     update_ends=self._shown.end_update,
@@ -136,19 +125,13 @@ class DividedModels(ModelState):
             self.gradient_slice,
         )
 
-    def _before(self, optimizer: Optimizer, closure: Closure | None) -> None:
-        _require_gradients(optimizer)
-        self._require_same_order(optimizer)
+    def _require_same_order(self, optimizer: Optimizer, closure: Closure | None) -> None:
+        """Raise on every rank unless all have gathered the same parts in one order; a collective.
 
-    def _require_same_order(self, optimizer: Optimizer) -> None:
-        """Raise on every rank unless all have computed the same parts; a collective.
-
-        Each part is gathered when it computes. PyTorch would put together what it is given.
-
-        Raises:
-            RanksDisagreeError: the ranks have gathered different parts, or in another order, or
-                use different learning rates.
+        Each part is gathered when it computes. PyTorch would put together what it is given. The
+        ranks also compare learning rates and losses.
         """
+        _require_gradients(optimizer)
         step = next(self._steps)
         compares = step.bit_count() == 1
         self._losses.keep()
@@ -167,17 +150,15 @@ class DividedModels(ModelState):
             self._losses.compare(np.array(counts), all_ranks(), for_shapes=True)
         self._losses.begin()
         self._losses.look(wanted=(step + 1).bit_count() == 1)
-        facts = by_rank[:, :3].tolist()
-        if any(each[2] != facts[0][2] for each in facts):
+        if (by_rank[:, 2] != by_rank[0, 2]).any():
             rates = collectives.gather("optimizer.step()", rates_of([optimizer], fetch=False))
             refuse_other_rates(dict(enumerate(rates)))
-        for rank, each in enumerate(facts):
-            if each != facts[0]:
-                raise RanksDisagreeError(
-                    f"rank {rank} has computed other layers than rank 0 since the last step, or in "
-                    "another order, and PyTorch has mixed up their weights: with FullyShard every "
-                    "rank must use the same layers in each pass"
-                )
+        if (unlike := (by_rank[:, :2] != by_rank[0, :2]).any(1)).any():
+            raise RanksDisagreeError(
+                f"rank {unlike.int().argmax()} has computed other layers than rank 0 since the "
+                "last step, or in another order, and PyTorch has mixed up their weights: with "
+                "FullyShard every rank must use the same layers in each pass"
+            )
 
     def _average_statistics(self, optimizer: Optimizer) -> None:
         if self._statistics is not None:
@@ -198,25 +179,21 @@ def shard_parts(
     note: Callable[[int], None],
     **options: Any,
 ) -> None:
-    """Divide the parameters of modules, each gathered by itself.
+    """Divide the parameters of modules, which come before those that contain them.
 
-    Args:
-        parts: a module before the modules that contain it.
-        mesh: of the ranks.
-        name: of the model, for waits.
-        note: called with a part's number whenever it is gathered.
-        options: of ``fully_shard``.
+    Each is gathered by itself. ``note`` is called with its number whenever it is gathered, and
+    ``options`` are those of ``fully_shard``.
     """
     for number, part in enumerate(parts):
         each: Any = fully_shard(part, mesh=mesh, **options)
-        each.set_custom_all_gather(_CountedGather(name, functools.partial(note, number)))
-        each.set_custom_reduce_scatter(_CountedScatter(name))
+        gathers = functools.partial(_count_gather, note, number)
+        each.set_custom_all_gather(_Counted(DefaultAllGather(), f"{name}.weights", gathers))
+        scatters = _Counted(DefaultReduceScatter(), f"{name}.gradients", _count_scatter)
+        each.set_custom_reduce_scatter(scatters)
 
 
 def follow(
-    optimizer: Optimizer,
-    before: Mapping[str, nn.Parameter],
-    after: Mapping[str, nn.Parameter],
+    optimizer: Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
     """Let an optimizer update new parameters in place of old ones of the same names."""
     new: dict[torch.Tensor, nn.Parameter] = {p: after[name] for name, p in before.items()}
@@ -226,18 +203,14 @@ def follow(
         optimizer.state[new[p]] = Slicing.of(new[p]).state_slices(optimizer.state.pop(p), new[p])
 
 
-class _CountedGather(DefaultAllGather):
-    """Gathers the weights of a part, counts the bytes, and lets the watcher see the wait.
+class _Counted:
+    """A collective of PyTorch whose bytes are counted, and whose waits the watcher sees."""
 
-    Args:
-        name: the model's.
-        note: called for each gathering.
-    """
-
-    def __init__(self, name: str, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._name = name
-        self._note = note
+    def __init__(
+        self, collective: Any, key: str, note: Callable[[torch.Tensor, int], None]
+    ) -> None:
+        self.allocate = collective.allocate
+        self._collective, self._key, self._note = collective, key, note
         self._calls = itertools.count(1)
 
     def __call__(
@@ -245,53 +218,30 @@ class _CountedGather(DefaultAllGather):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        async_op: bool = False,
+        *args: Any,
+        **options: Any,
     ) -> Any:
-        self._note()
-        count("weights", of_allgather(input_tensor.nbytes, group.size()))
-        start = functools.partial(
-            super().__call__, output_tensor, input_tensor, group, async_op=async_op
-        )
-        return _waited(start, next(self._calls), f"{self._name}.weights", input_tensor)
+        self._note(input_tensor, group.size())
+        number = next(self._calls)
+        if input_tensor.is_cuda:  # the host does not wait
+            return self._collective(output_tensor, input_tensor, group, *args, **options)
+        where = "the model's forward or backward pass"
+        with call(where, number, self._key), waiting_for_all_ranks():
+            work = self._collective(output_tensor, input_tensor, group, *args, **options)
+            if work is not None:
+                work.wait()
+            return work
 
 
-class _CountedScatter(DefaultReduceScatter):
-    """Sums gradients, counts the bytes, and lets the watcher see the wait."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self._calls = itertools.count(1)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        # Half of an allreduce sends as much as an all-to-all; gloo does all of it.
-        of = of_alltoall if input_tensor.is_cuda else of_allreduce
-        count("gradients", of(input_tensor.nbytes, group.size()))
-        start = functools.partial(
-            super().__call__, output_tensor, input_tensor, group, op, async_op=async_op
-        )
-        return _waited(start, next(self._calls), f"{self._name}.gradients", input_tensor)
+def _count_gather(note: Callable[[int], None], part: int, sent: torch.Tensor, ranks: int) -> None:
+    note(part)
+    count("weights", of_allgather(sent.nbytes, ranks))
 
 
-def _waited(start: Callable[[], Any], number: int, key: str, sent: torch.Tensor) -> Any:
-    """Start a collective; in host memory also wait for it, so that the watcher knows of the wait.
-
-    On a GPU the host does not wait.
-    """
-    if sent.is_cuda:
-        return start()
-    with call("the model's forward or backward pass", number, key), waiting_for_all_ranks():
-        work = start()
-        if work is not None:
-            work.wait()
-        return work
+def _count_scatter(sent: torch.Tensor, ranks: int) -> None:
+    # Half of an allreduce sends as much as an all-to-all; gloo does all of it.
+    of = of_alltoall if sent.is_cuda else of_allreduce
+    count("gradients", of(sent.nbytes, ranks))
 
 
 def _require_gradients(optimizer: Optimizer) -> None:

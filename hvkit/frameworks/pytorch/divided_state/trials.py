@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim import Optimizer
 
 # Some warm up for several steps before they do what they are made for.
@@ -23,56 +24,25 @@ _RANKS = 2
 _LENGTH = 4
 
 # Optimizers of PyTorch that compute each element from its gradient and state.
-_BY_ELEMENT = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.SGD,
-    }
-)
-# Optimizers of PyTorch that compute each parameter from its gradient and state.
-_BY_PARAMETER = _BY_ELEMENT | {
-    torch.optim.Adafactor,
-    torch.optim.Rprop,
-    torch.optim.SparseAdam,
-    # From PyTorch 2.9 on.
-    *filter(None, [getattr(torch.optim, "Muon", None)]),
+_BY_ELEMENT: set[Any] = {
+    *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
 }
 # Optimizers that PyTorch cannot compute with parts of parameters.
-_WHOLE = (torch.optim.Rprop, torch.optim.SparseAdam)
+_WHOLE = (optim.Rprop, optim.SparseAdam)
+# Optimizers of PyTorch that compute each parameter from its gradient and state; Muon is in 2.9.
+_BY_PARAMETER = {*_BY_ELEMENT, *_WHOLE, optim.Adafactor, getattr(optim, "Muon", None)}
 
 # Texts of the errors if step() needs a closure.
 _NO_CLOSURE = ("'closure'", "'NoneType' object is not callable")
 
 # Methods with which schedule-free optimizers change weights outside of a step.
 _MODES = ("eval", "train")
-_NOT_COPIED = frozenset(
-    {
-        "step",  # of the instance: patched by a scheduler
-        "state",
-        "param_groups",
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-        "_optimizer_state_dict_pre_hooks",
-        "_optimizer_state_dict_post_hooks",
-        "_optimizer_load_state_dict_pre_hooks",
-        "_optimizer_load_state_dict_post_hooks",
-    }
-)
 
 
 def why_not_by_parameter(optimizer: Optimizer) -> str:
     """Why ranks cannot update some whole parameters each; empty if they can."""
-    if type(optimizer) in _BY_PARAMETER:
-        return ""
-    return _why_not(optimizer, halved=False)
+    return "" if type(optimizer) in _BY_PARAMETER else _why_not(optimizer, halved=False)
 
 
 def why_not_by_element(optimizer: Optimizer) -> str:
@@ -99,9 +69,7 @@ def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
 class _Trial:
     """Copies of an optimizer: one that updates everything, and one for each of two ranks.
 
-    Args:
-        optimizer: stays as it is.
-        halved: whether a rank has half of each parameter, or every second parameter.
+    A rank has half of each parameter, or every second parameter.
     """
 
     def __init__(self, optimizer: Optimizer, *, halved: bool) -> None:
@@ -206,8 +174,7 @@ def copied(
 ) -> Optimizer:
     """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
 
-    Args:
-        models: for each group, the parameters that the new ones replace.
+    For each group, ``models`` has the parameters that the new ones replace.
     """
     # Not parameters: if an optimizer that was not passed updates parameters, rank 0 warns.
     groups = [[value.clone().requires_grad_() for value in group] for group in values]
@@ -219,10 +186,10 @@ def copied(
     }
     twin: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name not in _NOT_COPIED:
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            vars(twin)[name] = OrderedDict()
+        elif name not in ("step", "state", "param_groups"):  # a scheduler has patched step
             vars(twin)[name] = copy.deepcopy(value, memo)
-    for name in _NOT_COPIED - {"step", "state", "param_groups"}:
-        vars(twin)[name] = OrderedDict()
     twin.state = defaultdict(dict)
     for olds, news in zip(models, groups, strict=True):
         for old, new in zip(olds, news, strict=True):
@@ -230,8 +197,7 @@ def copied(
                 # Two new ones may be like the same old one: each gets a separate state.
                 twin.state[new] = _state_like(optimizer.state[old], old, new, dict(memo))
     twin.param_groups = [
-        {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
-        | {"params": new}
+        copy.deepcopy({k: v for k, v in group.items() if k != "params"}, memo) | {"params": new}
         for group, new in zip(optimizer.param_groups, groups, strict=True)
     ]
     return twin  # type: ignore[no-any-return]

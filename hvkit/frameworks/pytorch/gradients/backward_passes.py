@@ -43,7 +43,7 @@ from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.watch.calls import of_run
-from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe
+from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe, observers
 
 running_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Autograd's id of the pass that this thread is in; -1 outside of any."""
@@ -55,23 +55,16 @@ _NEVER = 1 << 60
 class GradientHooks:
     """The hooks on the parameters of one model.
 
-    Args:
-        reduction: sends buckets, and has their layout.
-        begin_pass: prepares for the first gradient of the script's own backward pass, and returns
-            whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
-        end_pass: called at the end of that pass with autograd's id of it.
-
-    Attributes:
-        running: autograd's id of the pass that is running; None between passes.
-        outermost: the id of the script's own pass, in which the running one may be nested.
+    ``begin_pass`` prepares for the first gradient of the script's own backward pass, and returns
+    whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
+    ``end_pass`` is called at the end of that pass with autograd's id of it.
     """
 
     def __init__(
-        self,
-        reduction: Reduction,
-        begin_pass: Callable[[], bool],
-        end_pass: Callable[[int], None],
+        self, reduction: Reduction, begin_pass: Callable[[], bool], end_pass: Callable[[int], None]
     ) -> None:
+        # Autograd's ids of the pass that is running, and of the script's own, in which it may be
+        # nested.
         self.running: int | None = None
         self.outermost: int | None = None
         self._reduction = reduction
@@ -207,16 +200,12 @@ def _register(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], 
 
 
 class _LastBatch:
-    """The last batch of an epoch, which the script has now.
-
-    Attributes:
-        thread: identifies the one that has taken it.
-        done: windows that have ended with a pass over it. An iterator that the script advances by
-            hand may rest here for long.
-    """
+    """The last batch of an epoch, which a thread of the script has now."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
+        # Windows that have ended with a pass over it. An iterator that the script advances by hand
+        # may rest here for long.
         self.done: set[AccumulationWindow] = set()
 
 
@@ -235,32 +224,22 @@ def last_batch() -> Iterator[None]:
 
 
 class AccumulationWindow:
-    """The passes of one model that count for the next step.
+    """The passes of one model that count for the next step, up to ``length``.
 
-    Args:
-        length: of a whole window.
-        ends_with_epoch: whether the pass over an epoch's last batch ends with a reduction. The
-            window may go on in the next epoch, and then another reduction must change nothing.
-
-    Attributes:
-        passes: how many there have been; one window may contain several reductions.
-        waiting: whether gradients wait for a reduction.
+    With ``ends_with_epoch`` the pass over an epoch's last batch ends with a reduction. The window
+    may go on in the next epoch, and then another reduction must change nothing.
     """
 
     def __init__(self, length: int, *, ends_with_epoch: bool) -> None:
         self.length = length
-        self.passes = 0
-        self.waiting = False
+        self.passes = 0  # so far; one window may contain several reductions
+        self.waiting = False  # whether gradients wait for a reduction
         self._ends_with_epoch = ends_with_epoch
         self._last_batches: list[_LastBatch] = []
         self._reduces = True
 
     def begin_pass(self, *, reduces: bool) -> bool:
-        """Whether the pass that begins now ends with a reduction.
-
-        Args:
-            reduces: whether each pass does.
-        """
+        """Whether the pass that begins ends with a reduction, as each does if it ``reduces``."""
         if self._ends_with_epoch:
             thread = _calling_thread()
             taken = [each for each in list(_last_batches) if each.thread == thread]
@@ -289,11 +268,7 @@ class AccumulationWindow:
 
 
 def refuse_in_pass(call: str) -> None:
-    """Raise if a backward pass is running.
-
-    Raises:
-        ValueError: gradients are complete, and averaged, at the end of the pass.
-    """
+    """Raise if a backward pass is running: gradients are complete, and averaged, at its end."""
     if running_pass() != -1:
         raise ValueError(
             f"{call} was called while backward() was running, before all gradients are there: "
@@ -301,25 +276,16 @@ def refuse_in_pass(call: str) -> None:
         )
 
 
-class _Nested:
-    """A call of ``backward()`` inside another.
-
-    Attributes:
-        outermost: autograd's id of the pass that the script has started.
-        pass_ids: autograd's ids of the passes that this call has started, as far as known.
-    """
-
-    def __init__(self, outermost: int) -> None:
-        self.outermost = outermost
-        self.pass_ids: set[int] = set()
-
-
-# Those that run now, the innermost last.
-_nested: list[_Nested] = []
+# Calls of ``backward()`` that run inside others now, the innermost last: autograd's ids of the pass
+# that the script has started, and of those that the call has started, as far as known.
+_nested: list[tuple[int, set[int]]] = []
 # The ids of outermost passes whose end is awaited.
 _awaited: set[int] = set()
 # The threads in which the script's own calls of ``backward()`` run.
 _callers: list[int] = []
+# When batches were asked for, and the step of the last reduction, in the order of events.
+_batches: deque[float] = deque(maxlen=100)
+_reduced: deque[int | None] = deque(maxlen=1)
 
 
 def _calling_thread() -> int:
@@ -331,19 +297,18 @@ def _calling_thread() -> int:
 
 
 def outermost_pass(pass_id: int) -> int:
-    """The id of the script's pass that contains a pass, or that it is itself.
+    """The id of the script's pass that contains a pass which runs now, or that it is itself.
 
-    Args:
-        pass_id: of a pass that runs now. It may run in another thread than the call that has
-            started it, as passes on GPUs do.
+    It may run in another thread than the call that has started it, as passes on GPUs do.
     """
-    for each in reversed(_nested):
-        if pass_id in each.pass_ids:
-            return each.outermost
-    if not _nested or any(each.outermost == pass_id for each in _nested):
+    for outermost, pass_ids in reversed(_nested):
+        if pass_id in pass_ids:
+            return outermost
+    if not _nested or any(outermost == pass_id for outermost, _ in _nested):
         return pass_id
-    _nested[-1].pass_ids.add(pass_id)
-    return _nested[-1].outermost
+    outermost, pass_ids = _nested[-1]
+    pass_ids.add(pass_id)
+    return outermost
 
 
 @functools.cache
@@ -360,14 +325,17 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
     @functools.wraps(run)
     def backward(*args: Any, **kwargs: Any) -> None:
         if (pass_id := running_pass()) == -1:
-            thread = threading.get_ident()
+            thread, begun = threading.get_ident(), time.monotonic()
             _callers.append(thread)
-            if loss_counts.looks():
-                loss_counts.note(args[0] if args else kwargs.get("tensors"))
+            _reduced.clear()
+            loss_counts.note(args[0] if args else kwargs.get("tensors"))
             try:
                 run(*args, **kwargs)
             finally:
                 _callers.remove(thread)
+                if _note_span in observers:
+                    step = _reduced[0] if _reduced else None
+                    mark("backward()", begun, time.monotonic(), step)
             return
         outermost = outermost_pass(pass_id)
         if pass_id == outermost and outermost not in _awaited:
@@ -375,7 +343,7 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
             _awaited.add(outermost)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(functools.partial(end, outermost))
-        _nested.append(_Nested(outermost))
+        _nested.append((outermost, set()))
         try:
             run(*args, **kwargs)
         finally:
@@ -384,17 +352,13 @@ def watch_nested_passes(end: Callable[[int], None]) -> None:
     torch.autograd.backward = backward
 
 
-# When batches were asked for, and the step of the last reduction, in the order of events.
-_batches: deque[float] = deque(maxlen=100)
-_reduced: deque[int | None] = deque(maxlen=1)
-
-
 def trace_steps(hooks: UpdateHooks) -> None:
     """Mark the steps of an optimizer, and the script's backward passes, for ``--timeline``.
 
     A step begins with its first batch if a monitor loads it, else at the end of the step before.
     """
-    _trace_backward()
+    if _note_span not in observers:
+        observe(_note_span)
     taken, ended = 0, time.monotonic()
 
     def end(optimizer: Optimizer) -> None:
@@ -404,27 +368,6 @@ def trace_steps(hooks: UpdateHooks) -> None:
         mark("step", begun, ended, of_run(taken))
 
     hooks.add(Feature(Order.TIMELINE, after=end))
-
-
-@functools.cache
-def _trace_backward() -> None:
-    observe(_note_span)
-    run = torch.autograd.backward
-
-    @functools.wraps(run)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        if running_pass() != -1:  # inside another: part of that one
-            run(*args, **kwargs)
-            return
-        begun = time.monotonic()
-        _reduced.clear()
-        try:
-            run(*args, **kwargs)
-        finally:
-            step = _reduced[0] if _reduced else None
-            mark("backward()", begun, time.monotonic(), step)
-
-    torch.autograd.backward = backward
 
 
 def _note_span(span: Span) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,8 +19,7 @@ from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Ext
 from hvkit.sync.compression_state import CompressionState
 
 Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
-"""The properties of parameters that decide the layout: dtypes; indices of devices; whether each is
-contiguous; whether each requires a gradient; indices of parameters with row-sparse gradients."""
+"""What of parameters decides the layout: see ``Layouts.arrange``."""
 
 # A device itself takes twice the time.
 device_index = torch.Tensor.get_device
@@ -44,11 +43,7 @@ _FIXES = {
 
 
 def refuse_another_mean(state: CompressionState, call: str) -> None:
-    """Raise if a residual counts for a mean that no update has used.
-
-    Raises:
-        ValueError: the compression keeps residuals, and this is a second reduction in a step.
-    """
+    """Raise if a residual counts for a mean that no update has used."""
     if state.compression.keeps_state and state.pending:
         raise ValueError(
             f"{call} again before optimizer.step(): {state.compression} has already averaged the "
@@ -58,13 +53,7 @@ def refuse_another_mean(state: CompressionState, call: str) -> None:
 
 
 class CompressedBucket(Bucket):
-    """A bucket of float32 gradients that travel compressed.
-
-    Args:
-        name: the same on every rank, and no other bucket's.
-        members: indices and parameters, at least one.
-        state: of the compression, for all buckets of a model.
-    """
+    """A bucket of float32 gradients that travel compressed, with the model's state of it."""
 
     _keeps_formats = False
 
@@ -94,73 +83,35 @@ class CompressedBucket(Bucket):
 
 @dataclass(frozen=True)
 class StepReport:
-    """The gradients of one rank, or of any rank, in one reduction.
-
-    Attributes:
-        dense: indices of the parameters with a dense gradient.
-        sparse: indices of parameters with a sparse gradient.
-        outdated: indices of some whose gradient changed after their bucket had been sent.
-        trained: indices of parameters that require a gradient.
-    """
+    """The gradients of one rank, or of any rank, in one reduction: indices of parameters."""
 
     dense: Set[int]
     sparse: Set[int]
-    outdated: Set[int]
-    trained: Set[int]
-
-
-def report_of(gradients: Mapping[int, torch.Tensor | None], outdated: Set[int]) -> StepReport:
-    """The report of a rank.
-
-    Args:
-        gradients: of the parameters that require one, by index.
-        outdated: indices of some whose gradient changed after their bucket had been sent.
-    """
-    there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
-    return StepReport(
-        dense=frozenset(i for i, sparse in there.items() if not sparse),
-        sparse=frozenset(i for i, sparse in there.items() if sparse),
-        outdated=outdated,
-        trained=frozenset(gradients),
-    )
+    outdated: Set[int]  # some whose gradient changed after their bucket had been sent
+    trained: Set[int]  # they require a gradient
 
 
 class Layout(NamedTuple):
     """The buckets of a model, as long as its parameters have the same properties.
 
-    Attributes:
-        properties: of the parameters.
-        buckets: in the order in which backward fills them; the last has one name in all layouts,
-            and every rank sends it, also if layouts differ.
-        bucket_of: the bucket of each parameter that is in one, by the parameter's index.
-        report: numbers at the end of the last bucket, in the host's memory.
-        statistics: numbers at the end of a bucket on the parameters' device.
-        usual: the report of a rank that has all gradients, none of them sparse.
-        channels_last: indices of the parameters whose numbers lie in their bucket in that order.
-        checksum: of ``channels_last``.
+    They are in the order in which backward fills them. The last has one name in all layouts, and
+    every rank sends it, also if layouts differ.
     """
 
     properties: Properties
     buckets: list[Bucket]
-    bucket_of: dict[int, Bucket]
-    report: Extra
-    statistics: Extra
-    usual: StepReport
-    channels_last: frozenset[int]
-    checksum: int
+    bucket_of: dict[int, Bucket]  # by the parameter's index
+    report: Extra  # at the end of the last bucket, in the host's memory
+    statistics: Extra  # at the end of a bucket on the parameters' device
+    usual: StepReport  # of a rank that has all gradients, none of them sparse
+    channels_last: frozenset[int]  # indices of those whose numbers lie in that order
+    checksum: int  # of these indices
 
 
 class Layouts:
     """The layouts of one model, for when its parameters change.
 
-    Args:
-        name: the same on every rank, and no other model's.
-        parameters: of the model, in the same order on every rank; the list may grow.
-        compression: how float32 gradients travel; None for as they are.
-        statistics: how many numbers of running statistics travel along.
-
-    Attributes:
-        sparse: indices of the parameters whose gradients are row-sparse.
+    The list of parameters may grow. ``statistics`` is the number of running statistics.
     """
 
     def __init__(
@@ -170,11 +121,9 @@ class Layouts:
         compression: CompressionState | None,
         statistics: int,
     ) -> None:
-        self.sparse: Set[int] = frozenset()
-        self._name = name
-        self._parameters = parameters
-        self._compression = compression
-        self._statistics = statistics
+        self.sparse: Set[int] = frozenset()  # indices of parameters with row-sparse gradients
+        self._name, self._parameters = name, parameters
+        self._compression, self._statistics = compression, statistics
         self._current: Layout | None = None
         self._known: list[Layout] = []
         self._made = itertools.count()
@@ -188,11 +137,8 @@ class Layouts:
     def arrange(self, report: int) -> Layout:
         """The layout for the parameters as they are now; the last one if a bucket is in flight.
 
-        Args:
-            report: how many numbers the report on a step has.
-
-        Returns:
-            The same object for parameters that are the same in everything that decides the layout.
+        It is the same object for parameters that are the same in everything that decides it.
+        ``report`` is how many numbers the report on a step has.
         """
         parameters = self._parameters
         properties = (
@@ -221,7 +167,7 @@ class Layouts:
         trained = frozenset(i for i, p in enumerate(parameters) if p.requires_grad)
         dense = [(i, parameters[i]) for i in sorted(trained - self.sparse)]
         device = parameters[0].device
-        buckets, at_report, at_statistics = make_buckets(
+        buckets, at_report, statistics = make_buckets(
             f"{self._name}.{next(self._made)}",
             f"{self._name}.last",
             # The extra numbers need a bucket, too.
@@ -234,22 +180,22 @@ class Layouts:
         usual = StepReport(frozenset(bucket_of), frozenset(), frozenset(), trained)
         last = frozenset().union(*(bucket.channels_last for bucket in buckets))
         checksum = zlib.crc32(repr(sorted(last)).encode())
-        extra = at_report, at_statistics
-        return Layout(properties, buckets, bucket_of, *extra, usual, last, checksum)
+        return Layout(properties, buckets, bucket_of, at_report, statistics, usual, last, checksum)
 
     def report(self, outdated: Set[Bucket]) -> StepReport:
-        """Which gradients this rank has; the same object as long as it has all dense ones.
-
-        Args:
-            outdated: buckets that were sent before one of their gradients changed.
-        """
+        """Which gradients this rank has; the same object as long as it has all dense ones."""
         layout = self.current
         complete = all(b.complete for b in layout.buckets if b.indices[0] != NO_PARAMETER)
         if complete and not outdated and not self.sparse & layout.usual.trained:
             return layout.usual
-        first = {bucket.indices[0] for bucket in outdated} - {NO_PARAMETER}
         gradients = {i: self._parameters[i].grad for i in layout.usual.trained}
-        return report_of(gradients, frozenset(first))
+        there = {i: g.is_sparse for i, g in gradients.items() if g is not None}
+        return StepReport(
+            dense=frozenset(i for i, sparse in there.items() if not sparse),
+            sparse=frozenset(i for i, sparse in there.items() if sparse),
+            outdated=frozenset(bucket.indices[0] for bucket in outdated) - {NO_PARAMETER},
+            trained=layout.usual.trained,
+        )
 
     def gradients_to_keep(self) -> set[int]:
         """Indices of the parameters whose gradients must stay the same tensors.
@@ -272,15 +218,8 @@ def make_buckets(
     """Make the buckets for some parameters, and say where the extra numbers lie.
 
     These follow the last gradients, if they travel in full precision in the host's memory. Else
-    they have separate buckets: the report must not wait for a GPU.
-
-    Args:
-        name: the beginning of the buckets' names.
-        last_name: the name of the last bucket.
-        members: indices and parameters, at least one.
-        report: how many numbers the report has.
-        statistics: how many numbers of running statistics there are.
-        compression: of float32 gradients.
+    they have separate buckets: the report must not wait for a GPU. ``report`` and ``statistics``
+    are how many numbers these have.
     """
     spread = _spread(members)
     device = spread[-1][-1][1].device
@@ -291,12 +230,9 @@ def make_buckets(
         else Bucket(f"{name}.{b}", run)
         for b, run in enumerate(spread[:-1] if together else spread)
     ]
-    if together:
-        last = Bucket(last_name, spread[-1], report + statistics)
-        return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
     extra_only = NO_PARAMETER, torch.zeros(1, device="cpu")
     if device.type == "cpu" or not statistics:
-        last = Bucket(last_name, [extra_only], report + statistics)
+        last = Bucket(last_name, spread[-1] if together else [extra_only], report + statistics)
         return [*buckets, last], Extra(last, slice(report)), Extra(last, slice(report, None))
     like = extra_only[1].to(device, wire_dtype(spread[-1][-1][1].dtype))
     there = Bucket(f"{name}.statistics", [(NO_PARAMETER, like)], statistics)
@@ -315,8 +251,5 @@ def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int,
     return [
         [group[position] for position in run]
         for group in by_dtype.values()
-        for run in chunks(
-            [p.numel() * p.element_size() for _, p in group],
-            on_gpu=group[0][1].device.type != "cpu",
-        )
+        for run in chunks([p.nbytes for _, p in group], on_gpu=group[0][1].device.type != "cpu")
     ]

@@ -21,7 +21,7 @@ of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import attrgetter
+from operator import attrgetter, gt
 from sys import getrefcount
 from types import NoneType
 from typing import Any, NamedTuple
@@ -41,18 +41,9 @@ NO_PARAMETER = -1
 
 
 class _Memory:
-    """The memory of a bucket.
+    """The memory of a bucket: of the members' gradients and the extra numbers.
 
-    Args:
-        lengths: of the members' gradients and the extra numbers.
-        shapes: of the members' gradients.
-        strides: of gradients that are not contiguous, by the member's position.
-        like: a tensor of the same dtype on the same device.
-
-    Attributes:
-        flat: all gradients and the extra numbers, one after the other.
-        views: of the members' gradients, for use inside the bucket.
-        given: other tensors with the same memory, which parameters get.
+    ``shapes`` and ``strides``, of gradients that are not contiguous, are of the members' gradients.
     """
 
     def __init__(
@@ -62,7 +53,7 @@ class _Memory:
         strides: Mapping[int, Shape],
         like: torch.Tensor,
     ) -> None:
-        self.flat = like.new_zeros(sum(lengths))
+        self.flat = like.new_zeros(sum(lengths))  # one after the other
         pieces = torch.split(self.flat, lengths)
         # Views of real numbers: a view of complex numbers cannot begin at an odd offset.
         self.views = [
@@ -71,11 +62,12 @@ class _Memory:
             else piece.view(shape)
             for at, (piece, shape) in enumerate(zip(pieces, shapes, strict=False))
         ]
-        # Not views to autograd, which refuses to detach views or change them in place.
+        # Tensors with the same memory, which parameters get. Not views to autograd, which refuses
+        # to detach views or change them in place.
         self.given = [view.data for view in self.views]
         self.extra = pieces[-1]
         del pieces  # they are not to count
-        self._places = list(map(_data_ptr, self.given))
+        self._addresses = list(map(_data_ptr, self.given))
         self._tensors = _tensors_with_memory_of(self.flat)
         self._references = getrefcount(self.given[0])
 
@@ -97,7 +89,7 @@ class _Memory:
         """
         return (
             max(map(getrefcount, self.given)) <= self._references
-            and list(map(_data_ptr, self.given)) == self._places
+            and list(map(_data_ptr, self.given)) == self._addresses
             and not any(map(_requires_grad, self.given))
             and not self.shared
         )
@@ -114,17 +106,7 @@ _requires_grad = attrgetter("requires_grad")
 class Bucket:
     """The gradients of a few parameters with one wire dtype on one device.
 
-    Args:
-        name: the same on every rank, and no other bucket's.
-        members: indices and parameters, at least one.
-        extra: how many numbers to append; the caller fills them in through ``extra``.
-
-    Attributes:
-        indices: of the parameters.
-        left: how many gradients are still to come in this pass. At zero the bucket goes out; one
-            that comes later, and so changes a gradient again, makes it negative.
-        complete: whether the gradients that it was packed with were all there and dense.
-        handle: of the collective that is running.
+    ``members`` are indices and parameters, at least one. The caller fills ``extra`` numbers in.
     """
 
     # Whether numbers lie in the bucket in the order in which they lie in parameters.
@@ -135,9 +117,11 @@ class Bucket:
     ) -> None:
         self.name = name
         self.indices = [i for i, _ in members]
+        # How many gradients are still to come in this pass. At zero the bucket goes out; one that
+        # comes later, and so changes a gradient again, makes it negative.
         self.left = len(members)
-        self.complete = False
-        self.handle: Any = None
+        self.complete = False  # whether the gradients that it was packed with were there, and dense
+        self.handle: Any = None  # of the collective that is running
         self._parameters = [p for _, p in members]
         self._lengths = [p.numel() * (2 if p.is_complex() else 1) for _, p in members] + [extra]
         self._shapes = [real_shape(p) for _, p in members]
@@ -185,7 +169,6 @@ class Bucket:
         return {self.indices[at] for at in self._strides}
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients that the members have now."""
         return [p.grad for p in self._parameters]
 
     def kept(self) -> set[int]:
@@ -206,10 +189,8 @@ class Bucket:
     def pack(self, gradients: Sequence[torch.Tensor | None], prescale: float | None = None) -> None:
         """Copy the members' gradients in; one that is missing or sparse counts as zero.
 
-        Args:
-            gradients: of the members.
-            prescale: the factor with which the sum over ranks is the mean; None if gradients must
-                not be scaled before they are added up.
+        ``prescale`` is the factor with which the sum over ranks is the mean; None if gradients must
+        not be scaled before they are added up.
         """
         if not self._memory.free:
             # Gradients that were not reset, or means that the script keeps. The first may change
@@ -236,11 +217,8 @@ class Bucket:
             torch._foreach_copy_(views, dense)
 
     def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
-        """Make the means the members' gradients.
-
-        Args:
-            wanted: indices of the members that get their mean; None for all.
-            kept: indices of members whose gradients stay the same tensors.
+        """Make the means the wanted members' gradients; None for all. Kept ones stay the same
+        tensors.
         """
         given = self._memory.given
         if wanted is None and not kept and not self._apart:
@@ -279,24 +257,18 @@ class Bucket:
         self.handle = None
 
     def reset(self) -> None:
-        """Begin the next reduction."""
         self.left = len(self.indices)
 
 
 class Extra(NamedTuple):
-    """Values that travel with the gradients in a bucket.
-
-    Attributes:
-        bucket: it may get new memory, so take its ``extra`` each time.
-        part: of its ``extra``.
-    """
+    """Values that travel with the gradients in a bucket."""
 
     bucket: Bucket
     part: slice
 
     @property
     def values(self) -> torch.Tensor:
-        """A view of them."""
+        """A view of them; take it each time, since the bucket may get new memory."""
         return self.bucket.extra[self.part]
 
 
@@ -328,8 +300,7 @@ def is_held_elsewhere(parameter: torch.Tensor) -> bool:
     if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
         return gradient is not None
     del gradient
-    references, tensors = _holders_of_gradient(parameter)
-    return references > _UNHELD[0] or tensors > _UNHELD[1]
+    return any(map(gt, _holders_of_gradient(parameter), _UNHELD))
 
 
 def _holders_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
@@ -358,31 +329,20 @@ def average_rows(
 ) -> torch.Tensor:
     """Average a gradient that is sparse in its first dimension over ranks; a collective.
 
-    Args:
-        gradient: sparse or dense tensor of the parameter's shape; None counts as zero.
-        parameter: of shape (rows, ...).
-        name: the same on every rank, and no other parameter's.
-        wire: counts the bytes.
-        compression: one that rounds value by value is used for float32 values; others are not.
-
-    Returns:
-        A coalesced sparse tensor of the parameter's shape and dtype.
+    None counts as zero. A compression that rounds value by value is used for float32 values; others
+    are not. The mean is a coalesced sparse tensor of the parameter's shape and dtype.
     """
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
         values = parameter.new_empty((0, *parameter.shape[1:]))
     else:
-        by_row = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        by_row = by_row.coalesce()
+        by_row = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
         rows, values = by_row.indices()[0].contiguous(), by_row.values().contiguous()
     values = values.to(wire_dtype(values.dtype))
     rounding = for_rows(compression) if values.dtype is torch.float32 else None
     sent = rounding.encode(values.view(-1), ops).view_as(values) if rounding else values
-    handles = [
-        wire.start_gather(rows, f"{name}.rows"),
-        wire.start_gather(sent, f"{name}.values"),
-    ]
-    all_rows, all_values = (wire.wait(handle) for handle in handles)
+    handles = wire.start_gather(rows, f"{name}.rows"), wire.start_gather(sent, f"{name}.values")
+    all_rows, all_values = map(wire.wait, handles)
     if rounding:
         all_values = rounding.decode(all_values.view(-1, 1), ops).view_as(all_values)
     # Not check_invariants=False, of which PyTorch 2.11 warns all the same.

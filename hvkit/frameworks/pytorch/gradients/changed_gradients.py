@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, sub
+from typing import NamedTuple
 
 import torch
 
@@ -33,37 +33,24 @@ _gradient = attrgetter("grad")
 _version: Callable[[object], int] = attrgetter("_version")
 
 
-@dataclass(frozen=True)
-class Changes:
-    """How the script has changed gradients after ``backward()``, on one rank or on any.
+class Changes(NamedTuple):
+    """How the script has changed gradients after ``backward()``, on one rank or on any."""
 
-    Attributes:
-        early: whether it has changed some before they were averaged.
-        changed: whether an optimizer has used some that were changed after they were averaged.
-        new: whether they were changed in a way that has not been compared yet.
-    """
-
-    early: bool = False
-    changed: bool = False
-    new: bool = False
+    early: bool = False  # before they were averaged
+    changed: bool = False  # after that, and an optimizer has used them
+    new: bool = False  # in a way that has not been compared yet
 
 
 NO_CHANGES = Changes()
 
 
 class ChangedGradients:
-    """The changes to the gradients of one model.
-
-    Args:
-        parameters: all of the model; it may grow.
-
-    Attributes:
-        early: whether the script has changed gradients before they were averaged.
-        used: fingerprints of gradients that steps have used, by parameter, to be compared.
-    """
+    """The changes to the gradients of one model, whose parameters may grow."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        # Whether the script has changed gradients before they were averaged.
         self.early = False
+        # Fingerprints of gradients that steps have used, by parameter, to be compared.
         self.used: dict[int, Rows] = {}
         self._parameters = parameters
         # Of all gradients, as the last pass or reduction has left them. Not the gradients: whoever
@@ -112,12 +99,7 @@ class ChangedGradients:
         return zlib.crc32(repr(rows).encode())
 
     def reported(self, on_any_rank: Changes, steps: int) -> None:
-        """Decide, as all ranks do, whether the next step's gradients are compared.
-
-        Args:
-            on_any_rank: changes that any rank has reported.
-            steps: how many each rank has done.
-        """
+        """Decide, as all ranks do, whether the next step's gradients are compared."""
         self._steps_with_changes += on_any_rank.changed
         counts = [steps, self._steps_with_changes if on_any_rank.changed else 0]
         again = on_any_rank.new or any(n.bit_count() == 1 for n in counts)

@@ -49,13 +49,10 @@ _Mean = tuple[Sequence[Any], Any]
 
 
 class LossCounts:
-    """The numbers of elements that the losses of one model's passes are means over.
-
-    Attributes:
-        rank_weight: returns the weight of this rank's gradients in the mean over ranks; None for 1.
-    """
+    """The numbers of elements that the losses of one model's passes are means over."""
 
     def __init__(self) -> None:
+        # Returns the weight of this rank's gradients in the mean over ranks; None for 1.
         self.rank_weight: Callable[[], float] | None = None
         self._comparisons = 0
         self._noted: list[_Mean] = []
@@ -132,19 +129,22 @@ class LossCounts:
     ) -> None:
         """Warn, once, if an element counts more on one rank than on another.
 
-        Args:
-            by_rank: the numbers of each rank, of shape ``(ranks, 2)``.
-            group: the ranks.
-            for_shapes: whether ranks compare because ``checksum`` differs.
+        ``by_rank`` is of shape ``(ranks, 2)``. Ranks compare ``for_shapes`` if checksums differ.
         """
-        if _warn_of_other_counts(by_rank, group):
-            self.ignore_shapes()
         self._comparisons += for_shapes
-
-
-def looks() -> bool:
-    """Whether any object looks at the pass that begins."""
-    return bool(_looking)
+        counts, weights = by_rank.T
+        other = int(np.abs(counts - counts[0]).argmax())
+        differ = np.abs(weights - weights[0]).max() > 1e-4 and counts[other] != counts[0]
+        if differ and counts.all():
+            self.ignore_shapes()
+            warn_once(
+                "losses over other counts",
+                f"the loss is a mean over {counts[0]:.6g} elements (or their weights) on rank "
+                f"{group.members[0]}, and over {counts[other]:.6g} on rank {group.members[other]}: "
+                "the mean of both is not that of one process. Compute the sum (reduction='sum') "
+                "and what it is divided by, and write `loss = hvkit.mean(total, count)`",
+                group,
+            )
 
 
 def note(roots: Any) -> None:
@@ -156,35 +156,12 @@ def note(roots: Any) -> None:
             counts.note(roots)
 
 
-def _warn_of_other_counts(numbers: NDArray[np.float64], group: Group) -> bool:
-    counts, weights = numbers.T
-    other = int(np.abs(counts - counts[0]).argmax())
-    alike = np.abs(weights - weights[0]).max() <= 1e-4
-    if alike or counts[other] == counts[0] or not counts.all():
-        return False
-    warn_once(
-        "losses over other counts",
-        f"the loss is a mean over {counts[0]:.6g} elements (or their weights) on rank "
-        f"{group.members[0]}, and over {counts[other]:.6g} on rank {group.members[other]}: the "
-        "mean of both is not that of one process. Compute the sum (reduction='sum') and what it is "
-        "divided by, and write `loss = hvkit.mean(total, count)`",
-        group,
-    )
-    return True
-
-
 class _Factor(NamedTuple):
-    """A factor or divisor of a loss: a number, or a tensor perhaps on a GPU.
-
-    Attributes:
-        value: the number or tensor.
-        divides: whether the loss is divided by it.
-        counts: whether it may be the divisor that makes a sum below it a mean.
-    """
+    """A factor or divisor of a loss: a number, or a tensor perhaps on a GPU."""
 
     value: Any
     divides: bool
-    counts: bool
+    counts: bool  # whether it may be the divisor that makes a sum below it a mean
 
 
 class _Count(NamedTuple):
@@ -265,14 +242,12 @@ class _Walk:
 
 
 def _mean_of(node: Any) -> tuple[Any, int] | None:
-    """Count and elements of a loss that PyTorch computes as a mean; None for other nodes.
-
-    Targets have as many elements as losses.
-    """
+    """Count and elements of a loss that PyTorch computes as a mean; None for other nodes."""
     name = type(node).__name__
     by_weight = name in _BY_WEIGHT
     if not (by_weight or name in _BY_ELEMENT) or node._saved_reduction != _MEAN:
         return None
+    # Targets have as many elements as losses.
     if (target := _saved(node, "target")) is None:
         return None if by_weight else (_elements(node), _elements(node))
     return (node._saved_total_weight if by_weight else target.numel()), target.numel()

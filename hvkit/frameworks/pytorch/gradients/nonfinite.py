@@ -30,18 +30,13 @@ _all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 
 
 class NonFinite:
-    """Finds values that are not finite in a rank's gradients of one model.
-
-    Args:
-        action: ``"skip"`` or ``"stop"``.
-        model: statistics of batch norm must survive a step that is skipped.
-        group: the ranks that train it.
-    """
+    """Finds a rank's gradients of one model that are not finite; skips the step or stops."""
 
     def __init__(self, action: str, model: torch.nn.Module, group: Group) -> None:
         self._action = action
         self._group = group
         self._model = type(model).__name__
+        # Statistics of batch norm must survive a step that is skipped.
         self._statistics = LastStatistics(model) if action == "skip" else None
         self._found: set[int] = set()
         # Without gradients that are merely left over from an earlier backward pass.
@@ -101,14 +96,7 @@ class NonFinite:
     ) -> None:
         """End a reduction: skip the step or stop if a rank has found some; then a collective.
 
-        Args:
-            on_any_rank: whether one has.
-            step: the number of the optimizer's step since the script began.
-            parameters: of the model; their gradients are the means.
-            label: gives the name of a parameter from its index.
-
-        Raises:
-            FloatingPointError: on every rank, with ``"stop"``.
+        ``step`` counts since the script began. The gradients of the parameters are the means.
         """
         self._skips = on_any_rank
         if not on_any_rank:

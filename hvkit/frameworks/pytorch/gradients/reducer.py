@@ -17,9 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch.optim import Optimizer
 
-from hvkit.compression import Compression
-from hvkit.frameworks.pytorch.buffers import RunningStatistics
-from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.gradients.backward_passes import (
     AccumulationWindow,
     GradientHooks,
@@ -27,12 +24,10 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import (
     watch_nested_passes,
 )
 from hvkit.frameworks.pytorch.gradients.bucket_layout import refuse_another_mean
-from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.optimizers import mean_of_ranks, refuse_grad_scaler, scaler_hooks
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
-from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import CompressionKeeper
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
@@ -46,65 +41,49 @@ _reducer_ids = itertools.count()
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
-    Args:
-        parameters: in the same order on every rank.
-        row_sparse: parameters whose gradients are known to be sparse; the reducer notices others.
-        checks: compares the ranks before they use the means.
-        strategy: decides which mean of the gradients updates use.
-        compression: how float32 gradients travel; None for as they are.
-        statistics: averaged along with the gradients.
-        nonfinite: looks for gradients that are NaN or infinite; None for nothing.
-        follows_passes: whether it follows backward passes itself. If not, its caller calls
-            ``begin_pass`` and ``end_pass``.
-
-    Attributes:
-        keeper: saves and loads the residuals of the compression; None if it has none.
-        script_hooks: hooks of the script on the parameters, which get averaged gradients.
+    ``row_sparse`` parameters are known to have sparse gradients; the reducer notices others. If it
+    does not follow backward passes itself, its caller calls ``begin_pass`` and ``end_pass``.
     """
 
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],
         row_sparse: set[torch.Tensor],
-        checks: Checks,
-        strategy: Averaging,
-        compression: Compression | None = None,
-        statistics: RunningStatistics | None = None,
-        nonfinite: NonFinite | None = None,
+        reduction: Reduction,
         *,
         follows_passes: bool = True,
     ) -> None:
-        self._strategy = strategy
-        self.name = checks.name
-        self._checks = checks
-        self._nonfinite = nonfinite
+        self._reduction, self._checks = reduction, reduction.checks
+        self._changes, self._state = reduction.changes, reduction.state
         self._follows_passes = follows_passes
+        self.name = self._checks.name
         self._index_of: dict[torch.Tensor, int] = {}
-        self._reduction = Reduction(
-            checks, strategy, compression, statistics, nonfinite,
-            self._hooks_need_each_pass, lambda: self.script_hooks.names(),
-        )  # fmt: skip
-        self._changes, self._state = self._reduction.changes, self._reduction.state
         self.keeper: CompressionKeeper | None = None
         if self._state and self._state.compression.keeps_state:
-            parameters_now = checks.parameters  # which grow
+            parameters_now = self._checks.parameters  # which grow
             self.keeper = CompressionKeeper(
-                strategy, compression, {"": self._state}, lambda: range(len(parameters_now))
+                reduction.strategy,
+                reduction.compression,
+                {"": self._state},
+                lambda: range(len(parameters_now)),
             )
-        self._window = AccumulationWindow(checks.accumulate, ends_with_epoch=self.keeper is None)
+        self._window = AccumulationWindow(
+            self._checks.accumulate, ends_with_epoch=self.keeper is None
+        )
         # Several optimizers that use one reduction take one step together.
         self._step_counted = False
         self._optimizers_watched = 0
         # Indices of the optimizers that have not used the means of the last reduction.
         self._unused: set[int] = set()
-        self._hooks = GradientHooks(self._reduction, self.begin_pass, _end_pass_of_all_models)
+        self._hooks = GradientHooks(reduction, self.begin_pass, _end_pass_of_all_models)
         self.script_hooks = ScriptHooks(
-            lambda p: checks.label(self._index_of[p]), self._why_hooks_do_not_wait
+            lambda p: self._checks.label(self._index_of[p]), self._why_hooks_do_not_wait
         )
+        reduction.hooks_of_passes = self._hooks_of_passes
         _reducers[next(_reducer_ids)] = self
-        checks.losses.look(wanted=True)
+        self._checks.losses.look(wanted=True)
         self.add(parameters)
-        self._reduction.layouts.sparse = {self._index_of[p] for p in row_sparse}
+        reduction.layouts.sparse = {self._index_of[p] for p in row_sparse}
 
     @property
     def step(self) -> int:
@@ -119,11 +98,9 @@ class GradientReducer:
     ) -> None:
         """Let gradients count more on some ranks than on others.
 
-        Args:
-            rank_weight: returns the weight of this rank's gradients in the mean over ranks. It may
-                wait for other ranks.
-            correction: returns the factor of the mean with which N ranks' weights add up to N; the
-                same on every rank. It may wait for other ranks.
+        ``rank_weight`` returns the weight of this rank's gradients in the mean over ranks.
+        ``correction`` returns the factor of the mean with which N ranks' weights add up to N, the
+        same on every rank. Both may wait for other ranks.
         """
         self._reduction.rank_weight = self._checks.losses.rank_weight = rank_weight
         self._reduction.correction = correction
@@ -141,12 +118,10 @@ class GradientReducer:
     def watch(
         self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, adopt: Callable[[], bool]
     ) -> None:
-        """Make sure that each step of an optimizer follows a reduction on every rank.
+        """Make sure that each step of an optimizer, or of ones inside it, follows a reduction on
+        all ranks.
 
-        Args:
-            optimizers: one that updates some of the parameters, and the optimizers inside it.
-            hooks: around their steps.
-            adopt: adds parameters that are new in the optimizers; returns whether there are any.
+        ``adopt`` adds parameters that are new in the optimizers; it returns whether there are any.
         """
         optimizer_index = self._optimizers_watched
         self._optimizers_watched += 1
@@ -174,11 +149,16 @@ class GradientReducer:
             indices = (self._index_of[p] for p in updated if p in self._index_of)
             self._changes.use(optimizer_index, indices)
 
-        def renewed() -> bool:
-            return self._window.waiting or optimizer_index in self._unused
-
-        end = self._end_step
-        hooks.add(Feature(Order.RANKS, before, gradients, renewed, loss=mean_of_ranks, after=end))
+        hooks.add(
+            Feature(
+                Order.RANKS,
+                before,
+                gradients,
+                renewed=lambda: self._window.waiting or optimizer_index in self._unused,
+                loss=mean_of_ranks,
+                after=self._end_step,
+            )
+        )
         for each in optimizers:
             scaler_hooks(each).before_unscaling = lambda: average("GradScaler.unscale_()")
             if self._state and self.keeper:
@@ -189,8 +169,8 @@ class GradientReducer:
                     "gradients of this one, but GradScaler scales each step's differently: train "
                     "in bfloat16 without a GradScaler, or choose a compression without residuals",
                 )
-        if self._nonfinite:
-            self._nonfinite.attach(optimizers, hooks)
+        if self._reduction.nonfinite:
+            self._reduction.nonfinite.attach(optimizers, hooks)
 
     def _end_step(self, optimizer: Optimizer) -> None:
         if self._state:
@@ -206,12 +186,11 @@ class GradientReducer:
             refuse_another_mean(self._state, "backward()")
         self._reduction.arrange()
         self.script_hooks.begin(divided=not self._follows_passes)
-        return self._window.begin_pass(reduces=self._hooks_need_each_pass())
+        return self._window.begin_pass(reduces=bool(self._hooks_of_passes()))
 
     def end_pass(self) -> None:
-        """Average the gradients, after a pass that the reducer does not follow; a collective.
-
-        Earlier passes of a window average nothing.
+        """After a pass that the reducer does not follow, the last of a window: average; a
+        collective.
         """
         _reduce_after_pass([self])
 
@@ -224,30 +203,24 @@ class GradientReducer:
             self._changes.remember()
         return reduces
 
-    def _hooks_need_each_pass(self) -> bool:
-        """Whether passes are averaged for the script's hooks that otherwise would not be.
+    def _hooks_of_passes(self) -> list[str]:
+        """The script's hooks for which passes are averaged that otherwise would not be.
 
         One process calls them in each pass.
         """
-        if self._window.length == 1 or not self.script_hooks:
-            return False
-        return self._why_hooks_do_not_wait() is None
+        waits = self._window.length > 1 and self._why_hooks_do_not_wait() is None
+        return self.script_hooks.names() if waits else []
 
     def _why_hooks_do_not_wait(self) -> str | None:
         """Why the script's hooks on parameters see gradients that are not averaged; None if not."""
-        if self._strategy.has_momentum:  # no update uses a mean of gradients
+        if self._reduction.strategy.has_momentum:  # no update uses a mean of gradients
             return ""
         if self.keeper is not None and self._window.length > 1:
             return f"where accumulate={self._window.length} averages compressed gradients once"
         return None
 
     def reduce(self) -> None:
-        """Average the gradients as they are now; a collective.
-
-        Raises:
-            ValueError: a compression has averaged the gradients of this step before, and keeps
-                residuals; or a backward pass is running.
-        """
+        """Average the gradients as they are now; a collective."""
         refuse_in_pass("hvkit.reduce_gradients()")
         if self._state:
             refuse_another_mean(self._state, "hvkit.reduce_gradients()")
@@ -281,9 +254,8 @@ class GradientReducer:
             self._window.reduced()
             self._unused.update(range(self._optimizers_watched))
             self._step_counted = False
-            if self._nonfinite:
-                checks = self._checks
-                self._nonfinite.end(found, self.step, checks.parameters, checks.label)
+            if nonfinite := self._reduction.nonfinite:
+                nonfinite.end(found, self.step, self._checks.parameters, self._checks.label)
 
 
 def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:

@@ -51,12 +51,6 @@ class ReportVector:
     """Writes reports as numbers that can be averaged, and reads their mean.
 
     It does so anew only if something is not as in the last step.
-
-    Args:
-        parameters: how many the model has.
-
-    Attributes:
-        length: of the vector.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -79,13 +73,7 @@ class ReportVector:
     ) -> NDArray[np.float32]:
         """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
 
-        Args:
-            report: of this rank.
-            checksum: of what must be equal on all ranks.
-            steps: optimizer steps done.
-            nonfinite: whether a gradient is NaN or infinite.
-            changes: how the script has changed gradients.
-            shapes: a checksum of the losses' shapes.
+        ``checksum`` is of what must be equal on all ranks, ``shapes`` of the losses' shapes.
         """
         vector = self._vector
         if report is not self._report:
@@ -102,16 +90,13 @@ class ReportVector:
             self._checksums = checksum, shapes
         step = steps % _STEP_CYCLE
         self._flags = nonfinite, changes
-        flags = nonfinite, changes.early, changes.changed, changes.new
-        vector[-_TAIL:] = *flags, step, step * step
+        vector[-_TAIL:] = nonfinite, *changes, step, step * step
         return vector
 
     def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
         """The gradients of any rank, and how the ranks differ; the same on every rank.
 
-        Args:
-            mean: over ranks, of the results of ``encode``; this rank's was its last one.
-            size: the number of ranks.
+        ``mean`` is over ``size`` ranks, of the results of ``encode``; this rank's was its last one.
         """
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
@@ -148,24 +133,7 @@ def _indices(row: NDArray[np.bool_]) -> frozenset[int]:
 class Reduction:
     """Averages the gradients of some parameters over ranks, again and again.
 
-    Args:
-        checks: compares the ranks before they use the means; has the parameters.
-        strategy: decides which mean of the gradients updates use.
-        compression: how float32 gradients travel; None for as they are.
-        statistics: averaged along with the gradients.
-        nonfinite: looks for gradients that are NaN or infinite; None for nothing.
-        hooks_need_each_pass: whether each pass is averaged for the script's hooks.
-        hook_names: returns their names.
-
-    Attributes:
-        state: of the compression; None without one.
-        layouts: of the buckets.
-        changes: how the script has changed gradients.
-        outdated: buckets that were sent before one of their gradients changed.
-        averaged: indices of the parameters to which the last reduction has given means.
-        lock: callers hold it, since hooks of parameters on several devices run in several threads.
-        rank_weight: returns the weight of this rank's gradients in the mean over ranks.
-        correction: returns the factor of the mean with which N ranks' weights add up to N.
+    Callers hold ``lock``, since hooks of parameters on several devices run in several threads.
     """
 
     def __init__(
@@ -175,17 +143,12 @@ class Reduction:
         compression: Compression | None,
         statistics: RunningStatistics | None,
         nonfinite: NonFinite | None,
-        hooks_need_each_pass: Callable[[], bool],
-        hook_names: Callable[[], list[str]],
     ) -> None:
-        self._checks = checks
-        self._parameters = checks.parameters
-        self._strategy = strategy
-        self._compression = compression
-        self._statistics = statistics
-        self._nonfinite = nonfinite
-        self._hooks_need_each_pass = hooks_need_each_pass
-        self._hook_names = hook_names
+        self.checks, self._parameters = checks, checks.parameters
+        self.strategy, self.compression = strategy, compression
+        self.nonfinite, self._statistics = nonfinite, statistics
+        # Names the script's hooks for which each pass is averaged.
+        self.hooks_of_passes: Callable[[], list[str]] = list
         self._wire = Wire("gradients", checks.group)
         chosen = strategy.gradient_compression(compression)
         self.state = CompressionState(chosen, ops, self._wire) if chosen else None
@@ -193,9 +156,13 @@ class Reduction:
         self.layouts = Layouts(checks.name, self._parameters, self.state, length)
         self._report = ReportVector(0)
         self.changes = ChangedGradients(self._parameters)
+        # Buckets that were sent before one of their gradients changed.
         self.outdated: set[Bucket] = set()
+        # Indices of the parameters to which the last reduction has given means.
         self.averaged: Set[int] = frozenset()
         self.lock = threading.RLock()
+        # The weight of this rank's gradients in the mean over ranks, and the factor of the mean
+        # with which N ranks' weights add up to N.
         self.rank_weight: Callable[[], float] = lambda: 1.0
         self.correction: Callable[[], float] = lambda: 1.0
         # Indices of the parameters whose gradients stay the same tensors.
@@ -214,8 +181,8 @@ class Reduction:
         bucket.pack(gradients, self._wire.prescale)
         if bucket.views and (weight := self.rank_weight()) != 1:
             torch._foreach_mul_(bucket.views, weight)
-        if self._nonfinite:
-            self._nonfinite.look(bucket)
+        if self.nonfinite:
+            self.nonfinite.look(bucket)
         layout = self.layouts.current
         if bucket is layout.statistics.bucket and self._statistics:
             self._statistics.read_into(layout.statistics.values)
@@ -224,20 +191,15 @@ class Reduction:
         bucket.launch(self._wire)
 
     def _encoded_report(self) -> NDArray[np.float32]:
-        report = self.layouts.report(self.outdated)
-        if self._nonfinite and report.sparse:
-            self._nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
-        return self._report.encode(
-            report,
-            checksum_of_rates(self._checks.optimizers)
-            ^ self.changes.checksum()
-            ^ self.layouts.current.checksum
-            ^ self._hooks_need_each_pass(),
-            self._checks.steps,
-            self._nonfinite is not None and self._nonfinite.found(self._parameters),
-            self.changes.report(),
-            self._checks.losses.checksum(),
-        )
+        report, checks = self.layouts.report(self.outdated), self.checks
+        found = False
+        if self.nonfinite:
+            self.nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
+            found = self.nonfinite.found(self._parameters)
+        checksum = checksum_of_rates(checks.optimizers) ^ self.changes.checksum()
+        checksum ^= self.layouts.current.checksum ^ bool(self.hooks_of_passes())
+        changes, shapes = self.changes.report(), checks.losses.checksum()
+        return self._report.encode(report, checksum, checks.steps, found, changes, shapes)
 
     def send_rest(self) -> None:
         """Send all buckets that are not in flight yet."""
@@ -247,14 +209,13 @@ class Reduction:
         for bucket in buckets:
             if bucket.handle is None:
                 self.send(bucket, bucket.gradients())
-        if self._checks.due:
-            self._checks.send()
+        if self.checks.due:
+            self.checks.send()
 
     def receive(self) -> bool:
         """Wait for all buckets, and give the parameters the means.
 
-        Returns:
-            Whether any rank had a gradient that is NaN or infinite.
+        Return whether any rank had a gradient that is NaN or infinite.
         """
         layout = self.layouts.current
         *buckets, last = layout.buckets
@@ -263,8 +224,8 @@ class Reduction:
             bucket.exchange(self._wire)
         for bucket in buckets:
             bucket.wait(self._wire)
-        if self._checks.handle is not None:
-            self._checks.receive()
+        if self.checks.handle is not None:
+            self.checks.receive()
         again = {id(layout.bucket_of[i]): layout.bucket_of[i] for i in report.outdated}
         for bucket in again.values():
             bucket.reset()
@@ -276,30 +237,25 @@ class Reduction:
         if self._statistics:
             self._statistics.write(layout.statistics.values)
         self.outdated.clear()
-        self._checks.losses.begin()
+        self.checks.losses.begin()
         self._kept = set()
         self.changes.remember()
         return disagreement.nonfinite
 
     def _report_of_all_ranks(self, last: Bucket) -> tuple[StepReport, Disagreement]:
-        """Wait for the last bucket, the only one that every rank is sure to send.
-
-        Raises:
-            RanksDisagreeError, ValueError: as ``Checks.refuse``.
-        """
+        """Wait for the last bucket, the only one that every rank is sure to send."""
         try:
             last.wait(self._wire)
         except RanksDisagreeError:  # it has another length on another rank
-            self._checks.require_same_parameters()
+            self.checks.require_same_parameters()
             raise
         layout = self.layouts.current
         report, found = self._report.decode(layout.report.values.numpy(), self._wire.size)
-        hooks = self._hook_names() if found.checksums and self._hooks_need_each_pass() else []
-        used = self.changes.used
-        self._checks.refuse(found, layout.channels_last, hooks, used, self._drop)
+        hooks = self.hooks_of_passes() if found.checksums else []
+        self.checks.refuse(found, layout.channels_last, hooks, self.changes.used, self._drop)
         if found.shapes:
-            self._checks.compare_losses()
-        self.changes.reported(found.changes, self._checks.steps)
+            self.checks.compare_losses()
+        self.changes.reported(found.changes, self.checks.steps)
         return report, found
 
     def _drop(self) -> None:
@@ -314,7 +270,7 @@ class Reduction:
         if self.state:
             self.state.pending.clear()
         self.changes.early = False
-        self._checks.losses.begin()
+        self.checks.losses.begin()
         self.outdated.clear()
 
     def _write(self, report: StepReport) -> None:
@@ -330,15 +286,13 @@ class Reduction:
             bucket.reset()
         if by_row and self.state and self.state.compression.exclusive:
             raise ValueError(
-                f"{self._checks.label(min(by_row))} has a row-sparse gradient, which "
-                f"{self._strategy} cannot use: make the layer with sparse=False"
+                f"{self.checks.label(min(by_row))} has a row-sparse gradient, which "
+                f"{self.strategy} cannot use: make the layer with sparse=False"
             )
         for i in sorted(by_row):
             p = self._parameters[i]
             if p.grad is not None and (weight := self.rank_weight() * correction) != 1:
                 p.grad = p.grad * weight
-            rows = average_rows(
-                p.grad, p, f"{self._checks.name}.{i}", self._wire, self._compression
-            )
+            rows = average_rows(p.grad, p, f"{self.checks.name}.{i}", self._wire, self.compression)
             p.grad = rows.to_dense() if i in report.dense else rows
         layouts.sparse = (layouts.sparse | report.sparse) - (report.dense - report.sparse)

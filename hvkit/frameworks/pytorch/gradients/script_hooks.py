@@ -32,21 +32,18 @@ from hvkit.watch.calls import call_within
 _OF_GRADIENT, _OF_PARAMETER = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 Change = Callable[[torch.Tensor], torch.Tensor | None]
+Part = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ScriptHooks:
     """The script's hooks on some parameters.
 
-    Args:
-        label: gives the name of a parameter.
-        why_not: says why the gradients of a pass are not averaged at its end; None if they are, and
-            "" if a hook must see this rank's gradient.
+    ``why_not`` says why the gradients of a pass are not averaged at its end; None if they are, and
+    "" if a hook must see this rank's gradient.
     """
 
     def __init__(
-        self,
-        label: Callable[[torch.Tensor], str],
-        why_not: Callable[[], str | None],
+        self, label: Callable[[torch.Tensor], str], why_not: Callable[[], str | None]
     ) -> None:
         self._label, self._why_not = label, why_not
         self._change = _Changes(label, None, None)
@@ -61,50 +58,33 @@ class ScriptHooks:
         _all.add(self)
         _watch_registrations()
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._parameters
-
-    def __bool__(self) -> bool:
-        """Whether any parameter has hooks."""
-        self._forget_removed()
-        return bool(self._hooked)
-
     def names(self) -> list[str]:
         """The names of all hooks, with the parameters that they are on."""
-        self._forget_removed()
+        waiting = {i: _waiting(p, _OF_GRADIENT, _OF_PARAMETER) for i, p in self._hooked.items()}
+        self._hooked = {i: p for i, p in self._hooked.items() if waiting[i]}  # without removed ones
         return [
             f"{getattr(each.hook, '__qualname__', type(each.hook).__name__)} on {self._label(p)}"
-            for p in self._hooked.values()
-            for each in _waiting(p, _OF_GRADIENT, _OF_PARAMETER)
+            for i, p in self._hooked.items()
+            for each in waiting[i]
         ]
 
-    def _forget_removed(self) -> None:
-        for i, p in list(self._hooked.items()):
-            if not _waiting(p, _OF_GRADIENT, _OF_PARAMETER):
-                del self._hooked[i]
+    def divide(self, whole: Part, part: Part) -> None:
+        """Call hooks with full gradients where this rank has a slice of a parameter.
 
-    def divide(
-        self,
-        whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> None:
-        """Call hooks with whole gradients where this rank has a part of a parameter.
-
-        Args:
-            whole: gives the whole gradient of a parameter from this rank's part of it; a collective
-                of the ranks with other parts.
-            part: gives this rank's part of a whole one.
+        From the parameter and a gradient, ``whole`` gives the full gradient of this rank's slice, a
+        collective of the ranks with other slices; ``part`` gives this rank's slice of a full one.
         """
         self._change.whole, self._change.part = whole, part
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let the hooks of more parameters wait."""
         for p in parameters:
             self._parameters.add(p)
             self.take(p)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Let further hooks of a parameter wait."""
+        """Let further hooks wait if this is one of the parameters."""
+        if parameter not in self._parameters:
+            return
         for attribute in (_OF_GRADIENT, _OF_PARAMETER):
             hooks = getattr(parameter, attribute) or {}
             for number, hook in hooks.items():
@@ -153,9 +133,8 @@ class ScriptHooks:
     def begin(self, *, divided: bool = False, missed: bool = False) -> None:
         """Before a pass, or at its beginning: take the gradients of earlier passes away.
 
-        Args:
-            divided: whether autograd divides the pass into several; ``run`` is called at its end.
-            missed: whether other ranks may have run a pass that this one has not.
+        If autograd divides the pass into several, ``run`` is called at its end. ``missed``: other
+        ranks may have run a pass that this one has not.
         """
         if not self._hooked:
             return
@@ -168,15 +147,11 @@ class ScriptHooks:
             if p not in self._before and not (missed and p.grad is not None):
                 self._before[p], p.grad = p.grad, None
 
+    @torch.no_grad()
     def run(self) -> None:
         """Call the hooks of each parameter for which any rank has a gradient of this pass."""
         before, self._before = self._before, {}
         self._pass, self._divided = None, False
-        if before:
-            self._run(before)
-
-    @torch.no_grad()
-    def _run(self, before: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
         for p, earlier in before.items():
             if (gradient := p.grad) is None:
                 p.grad = earlier
@@ -200,25 +175,21 @@ class HooksOnShards:
     """The script's hooks on parameters of which PyTorch's ``fully_shard`` gives each rank a part.
 
     Autograd never reaches these, so their hooks would not run. ``fully_shard`` calls hooks of
-    ``register_post_accumulate_grad_hook``. One of these calls the others, with whole gradients.
-
-    Args:
-        parameters: divided ones, with the parameters that they replace; hooks move over.
-        label: gives the name of a parameter.
-        whole, part: as for ``ScriptHooks.divide``.
+    ``register_post_accumulate_grad_hook``. One of these calls the others, with full gradients, as
+    with ``ScriptHooks.divide``. Hooks move over from the parameters that were replaced.
     """
 
     def __init__(
         self,
         parameters: Mapping[torch.Tensor, torch.Tensor],
         label: Callable[[torch.Tensor], str],
-        whole: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        part: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        whole: Part,
+        part: Part,
     ) -> None:
         self._change = _Changes(label, whole, part)
         self._label = label
-        self._parameters = {id(p): p for p in parameters}
-        self._hooked: set[int] = set()
+        self._parameters = set(parameters)
+        self._hooked: set[torch.Tensor] = set()
         # The last gradient of each that hooks have seen.
         self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
         _all.add(self)
@@ -229,31 +200,27 @@ class HooksOnShards:
                     setattr(p, attribute, getattr(replaced, attribute))
             self.take(p)
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
-        return id(parameter) in self._parameters
-
     def take(self, parameter: torch.Tensor) -> None:
-        """Call the hooks of a parameter, which autograd does not reach.
+        """Call the hooks if this is one of the parameters, which autograd does not reach."""
+        if parameter not in self._parameters or not (hooks := getattr(parameter, _OF_GRADIENT)):
+            return
+        names = (getattr(each, "__qualname__", "") for each in hooks.values())
+        if any("register_multi_grad_hook" in name for name in names):
+            raise ValueError(
+                f"register_multi_grad_hook on {self._label(parameter)}, of which each rank has "
+                "a part, would never be called: read p.grad after backward()"
+            )
+        if parameter in self._hooked:
+            return
+        self._hooked.add(parameter)
+        of = weakref.ref(self)
 
-        Raises:
-            ValueError: one is of ``register_multi_grad_hook``, which waits for autograd.
-        """
-        for hook in (getattr(parameter, _OF_GRADIENT) or {}).values():
-            if "register_multi_grad_hook" in getattr(hook, "__qualname__", ""):
-                raise ValueError(
-                    f"register_multi_grad_hook on {self._label(parameter)}, of which each rank has "
-                    "a part, would never be called: read p.grad after backward()"
-                )
-        if getattr(parameter, _OF_GRADIENT) and id(parameter) not in self._hooked:
-            self._hooked.add(id(parameter))
-            of = weakref.ref(self)
+        def call_hooks(p: torch.Tensor) -> None:
+            if (hooks := of()) is not None:
+                hooks._call(p)
 
-            def arrived(p: torch.Tensor) -> None:
-                if (hooks := of()) is not None:
-                    hooks._call(p)
-
-            handle: Any = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-            handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+        handle: Any = parameter.register_post_accumulate_grad_hook(call_hooks)  # type: ignore[no-untyped-call]
+        handle.hooks_dict_ref().move_to_end(handle.id, last=False)
 
     @torch.no_grad()
     def _call(self, p: torch.Tensor) -> None:
@@ -272,23 +239,16 @@ class HooksOnShards:
 
 
 class _Changes:
-    """Calls hooks with whole gradients.
+    """Calls hooks with full gradients, as ``ScriptHooks.divide``."""
 
-    Args:
-        label: gives the name of a parameter.
-        whole, part: as for ``ScriptHooks.divide``; None for whole gradients.
-    """
-
-    def __init__(self, label: Any, whole: Any, part: Any) -> None:
+    def __init__(
+        self, label: Callable[[torch.Tensor], str], whole: Part | None, part: Part | None
+    ) -> None:
         self._label, self.whole, self.part = label, whole, part
         self._calls: Counter[torch.Tensor] = Counter()
 
     def __call__(self, parameter: torch.Tensor, local: torch.Tensor, hook: Change) -> torch.Tensor:
-        """The gradient that a hook returns.
-
-        Raises:
-            RuntimeError: it returns something else than a tensor of the gradient's shape.
-        """
+        """The gradient that a hook returns, or has changed."""
         gradient = local
         if self.whole is not None:  # a hook on one rank alone waits here for the others
             with call_within(f"the script's hook on {self._label(parameter)}"):
@@ -308,17 +268,13 @@ class _Changes:
 
 
 class _Waiting:
-    """Takes the place of a hook of the script, and lets it wait.
-
-    Args:
-        of: calls the hook later.
-        parameter: that it is registered on. Not kept: its hooks must not keep it in memory.
-        hook: the script's; None for one that only makes room for the gradient of this pass.
+    """Takes the place of a hook of the script, and lets it wait; None only makes room for a
+    gradient.
     """
 
     def __init__(self, of: ScriptHooks, parameter: torch.Tensor, hook: Any) -> None:
         self._of = weakref.ref(of)
-        self._id = id(parameter)
+        self._id = id(parameter)  # whose hooks must not keep it in memory
         self.hook = hook
 
     def __call__(self, argument: torch.Tensor) -> Any:
@@ -383,8 +339,7 @@ def _watch_registrations() -> None:
             handle = register(self, hook)
             if self.is_leaf:
                 for each in list(_all):
-                    if self in each:
-                        each.take(self)
+                    each.take(self)
             return handle
 
         return registered
