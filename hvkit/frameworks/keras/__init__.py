@@ -14,8 +14,7 @@ On PyTorch, PyTorch's port does most of it::
 
 On JAX, XLA averages inside Keras's compiled steps::
 
-    on_jax                 the steps of distribute: where variables are
-    ├── jax_batches        one batch of all ranks in each step
+    on_jax                 the steps of distribute, and one batch of all ranks in each step
     └── jax_refusals       models and optimizers that each rank would train on its own
 
 The first two use::

@@ -85,7 +85,6 @@ class ModelWeights(nn.Module):
 
 
 def learnt_by(layers: Sequence[Any]) -> nn.Module:
-    """A module whose buffers are the non-trainable variables of layers."""
     module = nn.Module()
     for v in learnt_in(layers, with_batch_norm=True):
         module.register_buffer(_free(v.path, module._buffers), backend_variable(v).detach())
@@ -107,9 +106,8 @@ def _free(path: str, taken: Container[str]) -> str:
 
 
 class KerasStep(Optimizer):
-    """A Keras optimizer as one of PyTorch's: the update that Keras makes is its ``step()``.
-
-    With ``updates_only``, gradients that Keras merely accumulates are no step.
+    """A Keras optimizer whose update is PyTorch's ``step()``; accumulating is none if
+    ``updates_only``.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class KerasStep(Optimizer):
         self.param_groups[0]["params"][:] = map(backend_variable, known)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Replaces Keras's ``apply``: a step with its hooks."""
         grads, optimizer = list(grads), self._optimizer
         variables = variables_of(optimizer, trainable_variables) or []
         if len(grads) != len(variables) or all(g is None for g in grads):

@@ -32,10 +32,7 @@ def outside_graphs() -> AbstractContextManager[None]:
 
 @contextmanager
 def tensorflow_not_imported() -> Iterator[None]:
-    """A context in which Keras serialises objects without importing TensorFlow.
-
-    On other backends it would, where TensorFlow is installed, to look for its types in them.
-    """
+    """A context in which Keras serialises objects without importing TensorFlow for its types."""
     tensorflow = module_utils.tensorflow
     before = tensorflow._available
     if "tensorflow" not in sys.modules:
@@ -47,19 +44,16 @@ def tensorflow_not_imported() -> Iterator[None]:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether this is a tensor of a graph, which has no value."""
     return ON_TENSORFLOW and bool(tf.is_symbolic_tensor(value))
 
 
 def may_be_differentiated(tensor: Any) -> bool:
-    """Whether a tensor is computed for gradients."""
     if ON_TENSORFLOW:
         return bool(record.could_possibly_record())
     return bool(getattr(tensor, "requires_grad", False))
 
 
 def not_converted(function: Function) -> Function:
-    """The function, which AutoGraph leaves as it is."""
     if not ON_TENSORFLOW:
         return function
     plain: Function = tf.autograph.experimental.do_not_convert(function)
@@ -98,11 +92,7 @@ def set_anew(variable: Any, array: np.ndarray[Any, Any]) -> None:
 
 
 def have_values(variables: Sequence[Any]) -> bool:
-    """Whether variables are initialised.
-
-    They are not while TensorFlow first traces a ``tf.function`` that creates them. TensorFlow then
-    initialises them and traces the function again.
-    """
+    """Whether variables are initialised: not while TensorFlow first traces what creates them."""
     if not ON_TENSORFLOW:
         return all(backend_variable(v) is not None for v in variables)
     with tf.init_scope():

@@ -81,7 +81,6 @@ def _moments_over_ranks(layer: Any, gather_moments: Callable[[Any], Any]) -> Any
 
 
 def _samples(layer: Any, inputs: Any, mask: Any) -> Any:
-    """How many values each channel has in this batch."""
     if mask is None:
         return ops.cast(ops.size(inputs) / inputs.shape[layer.axis], inputs.dtype)
     shape = ops.shape(inputs)[len(mask.shape) :]
@@ -90,10 +89,7 @@ def _samples(layer: Any, inputs: Any, mask: Any) -> Any:
 
 
 def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> None:
-    """Average the moving statistics of the model's trainable batch-norm layers; a collective.
-
-    Frozen layers use their statistics without changing them, so those are already equal.
-    """
+    """Average the moving statistics of batch-norm layers that train; a collective."""
     kept = _statistics_in(model)
     if not kept:
         return
@@ -119,10 +115,7 @@ class LastStatistics:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make room for them, as soon as the model has weights.
-
-        In eager code the first batch may have spoilt them already: then a new layer's are kept.
-        """
+        """Make room once the model has weights; in eager code the first batch may have spoilt them."""
         if not self._kept:
             with tf.init_scope():
                 means_and_variances = enumerate(_statistics_in(self._model))
@@ -157,7 +150,6 @@ def _statistics_in(model: keras.Model) -> list[Any]:
 
 
 def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
-    """All ranks' vectors as rows, in rank order; a collective, as is its backward pass."""
     refuse_xla("batch norm over all ranks' batches")
     rows = rows_in_step()
     sent = row if rows is None else tf.concat([row, tf.cast([rows], row.dtype)], axis=0)

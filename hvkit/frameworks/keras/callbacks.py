@@ -53,12 +53,10 @@ class Epoch:
 
     @property
     def local(self) -> bool:
-        """Whether the ranks train local weights."""
         return isinstance(self.strategy, Rounds | ParameterServer)
 
     @property
     def equal_steps(self) -> bool:
-        """Whether all ranks must take equally many steps."""
         return not isinstance(self.strategy, ParameterServer)
 
     @contextmanager
@@ -90,7 +88,6 @@ class Epoch:
 def with_callbacks(
     given: keras.callbacks.CallbackList, callbacks: list[Any], model: keras.Model
 ) -> keras.callbacks.CallbackList:
-    """A list of these callbacks with the parameters of another one."""
     params = getattr(given, "params", None) or {}  # Keras 3.5 sets none before ``fit``
     return keras.callbacks.CallbackList(callbacks, model=model, **params)
 
@@ -196,10 +193,7 @@ class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes all ranks take the same number of steps, and stop when any rank stops.
-
-    Keras calls it after the user's callbacks, ``others``.
-    """
+    """Makes all ranks take equally many steps, and stop when any does; called after ``others``."""
 
     def __init__(self, others: list[Any], epoch: Epoch) -> None:
         super().__init__()

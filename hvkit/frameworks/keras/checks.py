@@ -42,10 +42,7 @@ _UNITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat
 
 
 def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
-    """The variables of a model or optimizer that must be equal on all ranks, and fingerprints.
-
-    Of one that was not distributed, only the weights that it shares with a distributed model.
-    """
+    """What must be equal on all ranks; of another model, what it shares with a distributed one."""
     adapted: list[Compared] = []
     rows: list[Rows] = []
     if isinstance(compared, keras.Model):
@@ -66,7 +63,6 @@ def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
 def require_same_weights(
     call: str, model: keras.Model, optimizers: Sequence[Any], group: Group
 ) -> None:
-    """Raise on every rank unless all hold the same weights, up to rounding; a collective."""
     found = [compared_in(each) for each in (model, *optimizers)]
     compared = [each for labels, _ in found for each in labels]
     rows = [row for _, fingerprinted in found for row in fingerprinted]
@@ -74,10 +70,7 @@ def require_same_weights(
 
 
 def require_same(call: str, labels: Sequence[str], variables: Sequence[Any], group: Group) -> bool:
-    """Raise on every rank unless all hold the same values, up to rounding; a collective.
-
-    Returns whether they hold the same bit for bit.
-    """
+    """``require_same_weights`` of variables; return whether they are the same bit for bit."""
     compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
     rows = [fingerprint(v.numpy()) for v in variables]
     return fingerprints.require_same(call, compared, rows, group)

@@ -65,10 +65,7 @@ def share_results(model: keras.Model, epoch: Epoch, same_part: Group | None = No
 
 
 def train_uncompiled(model: keras.Model) -> None:
-    """Have ``fit`` and ``evaluate`` made again: without a compiler, which cannot see collectives.
-
-    They then also use the present vocabularies of layers.
-    """
+    """Have Keras make its functions again, with present vocabularies, and without a compiler."""
     model.supports_jit = False
     if getattr(model, "compiled", False):
         model.jit_compile = False
@@ -87,10 +84,7 @@ def _within(
 
 
 def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras's method that builds metrics with the first batch, on a rank that may have none.
-
-    Such a rank gets the results of the others.
-    """
+    """Keras's method that builds metrics with the first batch, on a rank that may have none."""
 
     @functools.wraps(build)
     def build_with_rows(iterator: Any = None, data_batch: Any = None) -> None:
@@ -146,8 +140,6 @@ def _of_all_ranks(
 def with_callbacks_of_this_rank(
     model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
 ) -> Callable[..., Any]:
-    """A method of a model, with callbacks and verbosity adapted to this rank."""
-
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_names(method, args, kwargs)

@@ -39,11 +39,7 @@ class JoinedModels(keras.Model):  # type: ignore[misc]
 
 
 def has_weights(model: keras.Model) -> bool:
-    """Whether the model has all its weights, with values.
-
-    A model that only contains others (with a ``train_step`` that calls them and no ``build`` of its
-    own) is never built itself; its parts count.
-    """
+    """Whether the model, or each model inside one without a ``build``, has weights with values."""
     return _is_built(model) and have_values(model.weights)
 
 
@@ -68,7 +64,6 @@ def synchronise(weights: Sequence[Any], group: Group) -> None:
 
 
 def synchronise_model(model: keras.Model, group: Group) -> None:
-    """Give a model the first rank's weights, vocabularies and constants; a collective."""
     layers = AdaptedLayers(model)
     synchronise(model.weights, group)
     layers.copy_from_first(group)
@@ -166,7 +161,6 @@ class _AdaptedLayer:
         return [None if u else _as_numpy(v) for v, u in zip(found, unknown, strict=True)]
 
     def rows(self) -> list[Rows]:
-        """Fingerprints of the values."""
         if not self._looks_up:
             return [hashed("") if each is None else fingerprint(each) for each in self.values()]
         table = self.layer.lookup_table
@@ -186,7 +180,6 @@ class _AdaptedLayer:
         return all(each is not None and each.size for each in values)  # Keras 3.5: no boundaries
 
     def derive_again(self) -> None:
-        """Derive again from the layer's variables."""
         layer_class = type(self.layer)
         if self._looks_up or not self.layer.built:
             return
@@ -200,7 +193,6 @@ class _AdaptedLayer:
             self.layer.load_own_variables(store)
 
     def take(self, values: list[Any]) -> None:
-        """Compute with these values from now on."""
         if self._looks_up:
             tokens, weights = values
             self.layer.set_vocabulary(tokens, None if weights is None else weights[: len(tokens)])
@@ -266,9 +258,8 @@ class AdaptedLayers:
             self._compared, self._rows = compared_in_adapted(model)
 
     def copy_from_first(self, group: Group) -> None:
-        """Give the layers the vocabularies and constants of the first rank; a collective.
-
-        The model holds that rank's weights by now. Of all ranks it is rank 0.
+        """Take the first rank's vocabularies and constants, whose weights the model has; a
+        collective.
         """
         labels = [each.label for each in self._compared]
         require_equal("model", labels, "build the same model on every rank", group=group)
@@ -311,7 +302,6 @@ class AdaptedLayers:
             warn_once("adapted", f"{source}: {text}", group)
 
     def _take(self, group: Group) -> None:
-        """Copy the values that differ."""
         derived = _problem_of(_AdaptedLayer.derive_again, *((each,) for each in self._layers))
         raise_together(derived, group=group)
         local = [[row.tolist() for row in each.rows()] for each in self._layers]

@@ -39,10 +39,7 @@ def refuse_others(models: Sequence[Any], optimizers: Sequence[Any], scaled: bool
 
 
 def _require_passed(model: Any, name: str) -> None:
-    """Raise if a model would train weights of all ranks, or with their optimizer, on its own.
-
-    Before Keras takes the weights out of the model, as it does during ``fit``.
-    """
+    """Raise if a model would train weights of all ranks, or with their optimizer, on its own."""
     used = updating([model.optimizer]) if getattr(model, "optimizer", None) else []
     others = [each for each in used if each not in _optimizers]
     if refusals.was_passed(model):
@@ -83,7 +80,6 @@ def _require_whole(model: Any, name: str) -> None:
 
 @functools.cache
 def watch_updates() -> None:
-    """Check at each update that its weights belong to all ranks."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 
@@ -97,10 +93,7 @@ def watch_updates() -> None:
 
 
 def _require_together(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise if an update mixes weights of all ranks with others, warn if it has none of them.
-
-    Compiled steps come here once, when they are traced.
-    """
+    """Raise if an update mixes weights of all ranks with others, warn if it has none of them."""
     # Variables that no layer has made, such as an input that is optimised, have no folder.
     of_layers = [v for v in variables if "/" in getattr(v, "path", "")]
     apart = [v for v in of_layers if not _is_of_all_ranks(v)]

@@ -28,7 +28,6 @@ _own_count = False
 
 
 def watch_losses(model: keras.Model, *, in_loop: bool = False) -> None:
-    """Warn of losses with their own count that train this model."""
     (_in_loops if in_loop else _in_updates).add(model)
 
 
@@ -92,7 +91,6 @@ def gives_each_sample_its_own(loss: Any) -> bool:
 
 
 def compare_with_halves(loss: Any, data: Any, *values: Any) -> None:
-    """Warn if a loss of a batch is not the mean of the losses of its halves."""
     rows = len(values[-1]) if values[-1].ndim else 0
     if rows < 2 or any(not each.ndim or len(each) != rows for each in values):
         return

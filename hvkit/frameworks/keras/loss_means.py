@@ -49,10 +49,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 class StepTotals(Protocol):
-    """Sums over ranks for the losses of a step; each port has its own.
-
-    ``even`` returns whether all ranks are known to have equally many rows in each step.
-    """
+    """Sums over ranks in a step; ``even`` returns whether ranks are known to have as many rows."""
 
     even: Callable[[], bool]
 
@@ -149,10 +146,7 @@ _TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
 
 
 def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: bool = True) -> None:
-    """Make losses in a model's ``train_step`` and ``test_step`` means over all ranks' samples.
-
-    ``trains`` is whether its gradients are averaged in every step, so that ``train_step`` is meant.
-    """
+    """Make losses means over all ranks' samples, in ``train_step`` if ranks average in each step."""
     vars(model)[_TOTALS] = totals
     totals.even = vars(model).get(_EVEN, totals.even)
     if trains:
@@ -224,10 +218,9 @@ def _has_rows(value: Any) -> bool:
 
 
 def rows_for_each() -> Any:
-    """The rows of all ranks for each row of this rank, in a ``train_step``; else None.
+    """The rows of all ranks for each of this one, in a ``train_step``; else None. A collective.
 
-    A collective. Multiply a rank's gradient by it to get the gradient of one process: gradients are
-    weighted by the rank's rows later.
+    Times a rank's gradient, which is weighted by its rows later, it is the gradient of one process.
     """
     registry.note_script_call()
     step = _step.get()
@@ -250,7 +243,6 @@ def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
 
 @functools.cache
 def _share_reduction() -> None:
-    """Replace the function in which losses of Keras are reduced."""
     _follow_losses()
     reduce = keras_losses.reduce_weighted_values
 
@@ -359,7 +351,6 @@ def _follow_losses() -> None:
 
 
 def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
-    """Compare a loss with losses of halves, which the step does not see."""
     token = _step.set(None)
     try:
         loss_checks.compare_with_halves(loss, data, *values)
@@ -368,7 +359,6 @@ def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
 
 
 def _of_weights(called: tuple[Any, Any]) -> bool:
-    """Whether a loss is one of weights, such as a penalty."""
     _, y_pred = called
     torch = sys.modules.get("torch")
     return isinstance(y_pred, (keras.Variable, *([torch.nn.Parameter] if torch else [])))

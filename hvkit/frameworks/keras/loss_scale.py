@@ -36,10 +36,7 @@ variable and None for none: whether the step counts, the same on all ranks."""
 
 @dataclass(frozen=True)
 class SharedScale:
-    """How ranks share the loss scale around an optimizer.
-
-    ``ranks`` are those whose losses are averaged; 1 where each uses the whole scale.
-    """
+    """How ranks whose losses are averaged share a loss scale; one rank alone uses all of it."""
 
     agree: Agree
     ranks: int = 1
@@ -68,10 +65,7 @@ _of_ranks: WeakKeyDictionary[Any, SharedScale] = WeakKeyDictionary()
 
 
 def share_scale(optimizer: Any, agree: Agree, ranks: int = 1, models: Sequence[Any] = ()) -> None:
-    """Skip a step on all ranks or on none: the steps that one process would skip.
-
-    The models' ``compile`` may have made the ``LossScaleOptimizer``.
-    """
+    """Skip a step on all ranks or on none; the models' ``compile`` may have made the scale."""
     _adapt_class()
     inner = inner_optimizer(optimizer)
     _of_ranks[inner] = SharedScale(agree, ranks, [ref(model) for model in models])

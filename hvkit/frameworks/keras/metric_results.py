@@ -108,11 +108,7 @@ def _corrections(
 
 
 def _flat(logs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The logs as Keras reports them: without dictionaries inside.
-
-    A train_step that returns ``{m.name: m.result() for m in self.metrics}`` has all metrics of
-    ``compile`` in one.
-    """
+    """Logs without dictionaries inside, as of a train_step that returns all metrics' results."""
     if not any(isinstance(value, Mapping) for value in logs.values()):
         return logs
     flat: dict[str, Any] = {}
@@ -125,13 +121,9 @@ def _combined(variables: list[Any], states: list[list[Any]]) -> list[Any]:
     """The states of all ranks' metrics in one, each variable by its own ``aggregation``."""
     combined = []
     for variable, values in zip(variables, zip(*states, strict=True), strict=True):
-        way = getattr(variable, "aggregation", "sum")
-        if way == "sum":
-            combined.append(np.sum(values, axis=0, dtype=values[0].dtype))
-        elif way == "mean":
-            combined.append(np.mean(values, axis=0).astype(values[0].dtype))
-        else:
-            combined.append(values[0])
+        reduce: Any = {"sum": np.sum, "mean": np.mean}.get(getattr(variable, "aggregation", "sum"))
+        found = reduce(values, axis=0).astype(values[0].dtype) if reduce else values[0]
+        combined.append(found)
     return combined
 
 
@@ -153,9 +145,8 @@ def _warn_of_sums(
     results: Sequence[Mapping[str, Number]],
     group: Group,
 ) -> None:
-    """Warn of a user's metric whose variables have been added up, although they are no sums.
-
-    A ratio of sums is between the ranks' own ratios; whole numbers are counts.
+    """Warn of a metric of the user's whose variables are no sums: its ratio is beyond the ranks'
+    own.
     """
     for name, value in combined.items():
         if isinstance(value, float) and _is_users(model, name) and not value.is_integer():
@@ -181,10 +172,7 @@ def _is_users(model: keras.Model, name: str) -> bool:
 
 
 def _agreed(own: Mapping[str, Any], group: Group) -> dict[str, Any]:
-    """The results, with the same numbers on every rank; a collective.
-
-    They differ if a metric keeps state outside of variables, which hvkit cannot combine.
-    """
+    """Make results equal on all ranks if metrics keep state outside of variables; a collective."""
     local = _numbers(own)
     gathered = collectives.gather("fit or evaluate", local, group)
     numbers = [each for each in gathered if each]
@@ -215,7 +203,6 @@ def _one_of(name: str, values: list[np.ndarray[Any, Any]], group: Group) -> np.n
 
 
 def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over ranks of the numbers that all ranks have."""
     return {
         name: float(np.mean([each[name] for each in numbers]))
         if all(isinstance(each.get(name), float) for each in numbers)
@@ -225,7 +212,6 @@ def _means(own: Mapping[str, Any], numbers: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:
-    """The numbers and arrays of numbers among the results."""
     found = {name: _as_array(value) for name, value in result.items()}
     return {
         name: float(each) if each.ndim == 0 else each
@@ -235,7 +221,6 @@ def _numbers(result: Mapping[str, Any]) -> dict[str, Number]:
 
 
 def _as_float(value: Any) -> Any:
-    """A number as a float; anything else as it is."""
     array = _as_array(value)
     return float(array) if array.ndim == 0 and array.dtype.kind in "fiub" else value
 

@@ -1,9 +1,9 @@
 """Keras on JAX: variables that belong to all ranks, and one batch of all ranks in each step.
 
-Keras has a place for both: the layout of each variable, and the distribution of its batches. Its
-compiled steps leave every variable where it is, so that a divided one stays divided. So ``fit``,
-``evaluate`` and ``predict`` go on as they are, and XLA adds the collectives. ``jax_batches`` has
-the batches.
+Keras has a place for both: the layout of each variable, and the distribution of its batches, which
+its iterator of an epoch counts. Its compiled steps leave every variable where it is, so that a
+divided one stays divided. So ``fit``, ``evaluate`` and ``predict`` go on as they are, and XLA adds
+the collectives. In the last two, a rank without further rows takes part until no rank has some.
 
 The distribution is set only while a distributed model runs one of these, so that other models of
 the script stay local to this rank.
@@ -13,21 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import jax
 import keras
 import numpy as np
 from keras.src.backend import in_stateless_scope
-from keras.src.backend.jax import distribution_lib
+from keras.src.backend.jax import distribution_lib, trainer
 
-from hvkit.communication.collectives import require_equal
+from hvkit.communication.collectives import gather, pickled, require_equal, unpickled
+from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import from_rank_0, global_array, set_variable
-from hvkit.frameworks.jax.batches import require_same_weights
 from hvkit.frameworks.jax.port import JaxPort
-from hvkit.frameworks.jax.shardings import ShardingOf, replicated, set_mesh
-from hvkit.frameworks.keras import jax_batches
+from hvkit.frameworks.jax.shardings import (
+    ShardingOf,
+    position,
+    replicated,
+    set_mesh,
+    sharded_by_rows,
+)
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
@@ -77,7 +84,10 @@ class KerasOnJaxPort(JaxPort):
 
     def synchronise(self) -> None:
         set_mesh(self._mesh)
-        jax_batches.install()
+        # These functions change nothing for other models.
+        trainer._distribute_data = one_batch
+        trainer.JAXEpochIterator._get_distributed_iterator = _of_all_ranks
+        trainer.JAXEpochIterator._enumerate_iterator = _enumerate_of_all_ranks
         distribution_lib.distribute_tensor = _without_comparison
         for model in self.model:
             self._place_variables(model, "distribute")
@@ -123,8 +133,8 @@ class KerasOnJaxPort(JaxPort):
             self._place_before_steps(model)
             epoch = Epoch(
                 self._options.group,
-                functools.partial(require_same_weights, "fit", [model]),
-                watching=lambda: [jax_batches.Epochs()],
+                functools.partial(batches.require_same_weights, "fit", [model]),
+                watching=lambda: [Epochs()],
             )
             if self._is_divided:
                 epoch.adapt = functools.partial(_refuse_reading, self._has_divided_weights)
@@ -143,8 +153,6 @@ class KerasOnJaxPort(JaxPort):
         pass
 
     def _place_before_steps(self, model: Any) -> None:
-        """Place variables that ``fit`` and the like make, before the first step."""
-
         def wrapped(name: str) -> Any:
             make = getattr(model, name)
 
@@ -153,7 +161,7 @@ class KerasOnJaxPort(JaxPort):
                 before = model.predict_function
                 made = make(force=force)
                 if model.predict_function is not None and model.predict_function is not before:
-                    model.predict_function = jax_batches.own_rows(model, model.predict_function)
+                    model.predict_function = own_rows(model, model.predict_function)
                 return made
 
             return placed_first
@@ -183,7 +191,7 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
     """A method of a model that takes batches, for which each rank's are parts of one of all."""
     method = getattr(model, name)
     by_passes = name in ("evaluate", "predict")
-    ranks = jax_batches.OfRanks(model, trains=not by_passes)
+    ranks = OfRanks(model, trains=not by_passes)
 
     @functools.wraps(method)
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
@@ -191,24 +199,21 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
         in_call = calls.call_within(name) if name in _BATCHES else contextlib.nullcontext()
         with in_call, ranks.scope():
             if name == "predict_on_batch":
-                args, kwargs = jax_batches.one_batch((args, kwargs))
+                args, kwargs = one_batch((args, kwargs))
             try:
                 result = method(*args, **kwargs)
                 if by_passes:
-                    jax_batches.end_pass(name)
+                    batches.end(_point(), name)
                 return result
             finally:
                 if name == "fit":
-                    jax_batches.end_fit()
+                    _epoch.clear()  # after an error ranks may be in different ones
 
     return on_all_ranks
 
 
 def _refuse_reading(divided_weights: bool, callback: Any) -> None:
-    """Refuse a callback that would read arrays of which this rank has a part.
-
-    Without divided weights, these are the states of optimizers.
-    """
+    """Refuse a callback that would read weights or states of optimizers that ranks have divided."""
     # Files of weights hold the optimizer's state, too.
     saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
     keeps = (
@@ -239,3 +244,128 @@ def _without_comparison(tensor: Any, layout: Any) -> Any:
         return moved
     host = np.asarray(tensor)
     return global_array(tensor, host, lambda shape: layout)
+
+
+# The epoch of ``fit``; empty outside. And the number of rows of each part of the last batch.
+_epoch: list[int] = []
+_last_counts: list[int] = []
+
+_distribute_data = trainer._distribute_data
+_get_iterator = trainer.JAXEpochIterator._get_distributed_iterator
+_enumerate_iterator = trainer.JAXEpochIterator._enumerate_iterator
+
+
+class OfRanks(keras.distribution.DataParallel):  # type: ignore[misc]
+    """Each rank's batch is a part of that of all; if it ``trains``, ranks need as many batches."""
+
+    def __init__(self, model: Any, *, trains: bool) -> None:
+        devices = np.array(keras.distribution.list_devices())
+        mesh = keras.distribution.DeviceMesh(devices.shape, ["ranks"], devices)
+        super().__init__(device_mesh=mesh, auto_shard_dataset=False)
+        self.model = ref(model)  # which keeps this one
+        self.trains = trains
+
+    def get_variable_layout(self, variable: Any) -> Any:
+        """None for a new variable: ranks may draw other values, until rank 0's are placed."""
+        return getattr(variable, "_layout", None)
+
+
+class Epochs(keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the epoch, so that ranks with other numbers of batches are named."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        _epoch[:] = [epoch]
+
+
+def one_batch(data: Any, layouts: Any = None) -> Any:
+    """Replaces Keras's function; checks that the rows of all ranks fit together, a collective."""
+    if (ranks := _distribution()) is None:
+        return _distribute_data(data, layouts)
+    leaves, structure = jax.tree.flatten(data)
+    arrays = [batches.rows_of(leaf) for leaf in leaves]
+    made, _last_counts[:] = batches.as_one(arrays, str(structure), _point(), ranks.model())
+    return jax.tree.unflatten(structure, made)
+
+
+def own_rows(model: Any, predict: Any) -> Any:
+    """``predict_function`` whose outputs are this rank's rows, as an array of NumPy."""
+
+    def own_part(output: jax.Array) -> np.ndarray[Any, Any]:
+        # XLA may have divided it in another way, as where weights are divided.
+        part, in_parts = position().batch, batches.are_in_parts(_last_counts)
+        sharding = sharded_by_rows() if in_parts else replicated(output.shape)
+        output = jax.jit(lambda rows: rows, out_shardings=sharding)(output)
+        if in_parts:
+            shards = sorted(output.addressable_shards, key=lambda each: each.index[0].start or 0)
+            return np.concatenate([each.data for each in shards])
+        start = sum(_last_counts[:part])
+        return np.asarray(output)[start : start + _last_counts[part]]
+
+    def predict_own_rows(state: Any, iterator: Any) -> tuple[Any, Any]:
+        if model.steps_per_execution > 1:
+            raise ValueError(
+                f"predict on several ranks needs steps_per_execution=1 in compile, got "
+                f"{model.steps_per_execution}: rows of several batches would be in another order"
+            )
+        outputs, state = predict(state, iterator)
+        return jax.tree.map(own_part, outputs), state
+
+    return predict_own_rows
+
+
+def _distribution() -> OfRanks | None:
+    distribution = keras.distribution.distribution()
+    return distribution if isinstance(distribution, OfRanks) else None
+
+
+def _point() -> str:
+    return f"a batch of epoch {_epoch[0] + 1}" if _epoch else "a batch"
+
+
+def _enumerate_of_all_ranks(iterator: Any) -> Any:
+    """Replaces Keras's method: as many steps as the rank with the most batches has."""
+    ranks = _distribution()
+    if ranks is not None and not ranks.trains:
+        gathered = gather(_point(), [iterator.steps_per_epoch, iterator._num_batches])
+        steps = [of_rank for of_rank, _ in gathered]
+        if any(of_rank != steps[0] for of_rank in steps):
+            raise RanksDisagreeError(
+                f"evaluate and predict take the same steps on every rank, got {steps} in rank order"
+            )
+        numbers = [number for _, number in gathered]
+        # With None, Keras ends when there are no more batches, which is the same on all ranks.
+        iterator._num_batches = None if None in numbers else max(numbers)
+    return _enumerate_iterator(iterator)
+
+
+def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
+    """Replaces Keras's method, whose ranks would wait for one that has no more batches."""
+    ranks = _distribution()
+    if ranks is None or ranks.trains:
+        yield from _get_iterator(iterator, distribution)
+        return
+    yield from _until_no_rank_has_more(iterator.data_adapter.get_jax_iterator())
+
+
+def _until_no_rank_has_more(batches_of_rank: Iterable[Any]) -> Iterator[Any]:
+    """Batches of all ranks, without rows of this rank once it has no more."""
+    # Ranks take one without rows for the end of another's data.
+    iterator = (batch for batch in batches_of_rank if len(jax.tree.leaves(batch)[0]))
+    data = next(iterator, None)
+    empty = _empty(data)
+    while empty is not None:
+        batch = one_batch(empty if data is None else data)
+        if not any(_last_counts):
+            return
+        yield batch
+        data = next(iterator, None)
+
+
+def _empty(data: Any) -> Any:
+    """A batch without rows, also on a rank that has no batch; None if no rank has. A collective."""
+    gathered = gather(_point(), data is not None)
+    empty = None if data is None else jax.tree.map(lambda leaf: batches.rows_of(leaf)[:0], data)
+    if any(gathered) and not all(gathered):
+        first = gathered.index(True)
+        empty = unpickled(gather(_point(), pickled(empty))[first], first)
+    return empty

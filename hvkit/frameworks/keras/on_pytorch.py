@@ -59,7 +59,6 @@ def _means_fit(group: Group, finite: Any, halves: Sequence[tuple[Any, Any]]) -> 
 
 
 def average(layers: Sequence[Any]) -> None:
-    """Average the non-trainable variables of layers over ranks; a collective."""
     buffers.average([as_pytorch.learnt_by(layers)])
 
 
@@ -72,8 +71,6 @@ def synchronise_statistics(model: Any, group: Group) -> None:
 
 
 class PyTorchSender:
-    """Sends the variables that ranks own; a ``VariableSender``."""
-
     def __init__(self, name: str, group: Group) -> None:
         self._name, self._group = name, group
         self._wire = Wire("weights", group)
@@ -262,7 +259,6 @@ def _untrained(layer: Any) -> list[torch.Tensor]:
 
 
 def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
-    """Leave parameters to each rank that are variables of a layer which no gradient reaches."""
     new = {id(p) for p in parameters if not (p.requires_grad or modules.is_left_to_rank(p))}
     for layer in refusals.living_layers() if new else ():
         for tensor in _untrained(layer):

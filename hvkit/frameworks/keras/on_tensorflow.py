@@ -103,7 +103,6 @@ class KerasOnTensorFlowPort(KerasPort):
             self._synchronise_optimizers()
 
     def _synchronise_before_it_computes(self, model: Any) -> None:
-        """Synchronise a model's weights, vocabularies and constants."""
         layers = initial_state.AdaptedLayers(model)
         self._synchronise_model(model)
         layers.copy_from_first(self.group)
@@ -137,10 +136,8 @@ class KerasOnTensorFlowPort(KerasPort):
             warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """Synchronise the weights that no call of a model has synchronised yet.
-
-        There are some if a ``train_step`` calls only parts of a model, and if the script uses a
-        layer for the first time.
+        """Synchronise weights that no call of a model has: of parts that a ``train_step`` calls, or
+        new.
         """
         refusals.refuse_overwritten(self.options.strategy, variables)
         refusals.remember_updated(variables)
@@ -200,7 +197,6 @@ class KerasOnTensorFlowPort(KerasPort):
         return averaged_updates.NonFinite(self.options.on_nonfinite, name, statistics, self.group)
 
     def _statistics_average(self, name: str) -> Callable[[], None]:
-        """A function that averages the statistics of batch norm, if the options say so."""
         if self.options.batch_norm != "average":
             return lambda: None
         wait = GraphWait(f"{name}.statistics", group=self.group)

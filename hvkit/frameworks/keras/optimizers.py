@@ -47,7 +47,6 @@ def calls_of_apply(optimizer: Any) -> int:
 
 
 def more_than_sgd(optimizers: Sequence[Any]) -> list[str]:
-    """The classes of the optimizers other than SGD without momentum."""
     return [
         type(each).__name__
         for each in updating(optimizers)
@@ -56,10 +55,7 @@ def more_than_sgd(optimizers: Sequence[Any]) -> list[str]:
 
 
 def settings_of(optimizer: Any) -> str:
-    """The optimizer's configuration, for comparing ranks.
-
-    Left out are its name, which holds a counter, and its rate, which rank 0 sets on all ranks.
-    """
+    """The optimizer's configuration, without its name, which holds a counter, and its rate."""
     with tensorflow_not_imported():
         config = optimizer.get_config()
     if isinstance(config.get("learning_rate"), float):
@@ -77,9 +73,8 @@ def new_like(optimizer: Any) -> Any:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether an update overwrites the variable with its gradient, as the scales of float8.
-
-    Keras then uses the largest of several gradients, so that a scale covers all values.
+    """Whether an update sets the variable to its gradient, the largest of several: scales of
+    float8.
     """
     return getattr(variable, "overwrite_with_gradient", False)
 

@@ -28,7 +28,6 @@ def _states_of(optimizer: Any) -> list[PartialState]:
 
 
 def ids_of_slots(optimizers: Sequence[Any]) -> set[int]:
-    """The ids of the optimizers' variables that differ between ranks."""
     states = [state for each in optimizers for state in _states_of(each)]
     return {id(slot) for state in states for slot, _ in state.slots}
 
@@ -58,8 +57,7 @@ ACCUMULATOR = "gradient_accumulator"
 class PartialState(ABC):
     """Divides the state of one optimizer, which updates variables and does not scale the loss.
 
-    Replaces its methods that make, save and load it. ``slots`` are the state of single weights,
-    with the weight that each part belongs to.
+    ``slots`` are the state of single weights, each with its weight.
     """
 
     # The rest of the error for saving a part.
@@ -147,7 +145,6 @@ class PartialState(ABC):
         return [(slot, v) for slot, v in self.slots if not self.holds(v)]
 
     def _fold(self) -> None:
-        """Drop the state of weights that other ranks hold."""
         for slot, _ in self._others():
             set_anew(slot, np.zeros(0, numpy_dtype(slot.dtype)))
 
@@ -173,11 +170,7 @@ class PartialState(ABC):
 
 
 def slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The optimizer's variables with the state of single weights, and these weights.
-
-    Keras does not note which belong together. An equal optimizer, built for the same weights, makes
-    them in the same order.
-    """
+    """The state of single weights, and these: as an equal optimizer makes it, in the same order."""
     twin = new_like(optimizer)
     make = twin.add_variable_from_reference
     of: dict[int, Any] = {}

@@ -31,10 +31,7 @@ from hvkit.sync.port import Options, Record
 
 
 class KerasPort:
-    """Some models and the optimizers that update them: the base of a ``hvkit.sync.port.Port``.
-
-    ``model`` joins all models; ``inner`` are the optimizers inside those that scale the loss.
-    """
+    """The steps of ``distribute``; ``model`` joins all models, ``inner`` optimizers scale no loss."""
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         self.models, self.optimizers = list(models), list(optimizers)
@@ -81,7 +78,6 @@ class KerasPort:
         model.call = act_and_call
 
     def _divide_state(self, sender: Callable[[], VariableSender]) -> None:
-        """Divide the state of optimizers among the ranks, if the strategy does."""
         strategy = self.options.strategy
         if isinstance(strategy, ShardedOptimizer):
             owned_bytes = [0] * self.group.size
@@ -98,6 +94,5 @@ class KerasPort:
         return Record(gathered=lambda: gathered(weak()))
 
     def _compare(self) -> None:
-        """Compare the ranks at the end of an epoch; a collective."""
         require_same_weights("fit", self.model, self.optimizers, self.group)
         warn_of_unlike("fit", *compared_of(self.model), self.group)

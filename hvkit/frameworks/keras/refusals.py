@@ -145,7 +145,6 @@ def note_averaged_by_horovod(optimizer: Any) -> None:
 
 
 def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any]) -> None:
-    """Raise if no optimizer was built for a variable of the models."""
     inner = [inner_optimizer(each) for each in optimizers]
     trained = [v for model in models for v in model.trainable_variables]
     if not trained or not all(map(has_weights, models)) or not all(each.built for each in inner):
@@ -264,10 +263,7 @@ def is_distributed(model: Any) -> bool:
 
 
 def is_alike(optimizer: Any) -> bool:
-    """Whether every update keeps this optimizer the same on all ranks.
-
-    Not for one that scales the loss.
-    """
+    """Whether every update keeps this optimizer the same on all ranks, and it scales no loss."""
     return optimizer in _averaged and optimizer not in _differing
 
 
@@ -350,10 +346,7 @@ def _warn_of_evaluate_around(model: Any, name: str) -> None:
 
 
 def names_of_distributed(model: Any, variables: Sequence[Any]) -> str:
-    """The distributed models with some of these variables of a model that was not passed.
-
-    Also those that the model contains and that have no weights yet.
-    """
+    """The distributed models with these variables, or without any, in one that was not passed."""
     if was_passed(model):
         return ""
     own, parts = {id(v) for v in variables}, {id(part) for part in model._flatten_layers()}

@@ -42,11 +42,7 @@ class VariableSender(Protocol):
         """Note the gradients of variables that other ranks update."""
 
     def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
-        """Send some of the variables that this rank owns, and take over others; a collective.
-
-        ``piece`` has the numbers of variables by owner, in rank order; ``number`` is that of the
-        piece.
-        """
+        """Send a piece, numbers of variables by owner in rank order, and receive those of others."""
 
 
 class OptimizerShards(PartialState):

@@ -218,10 +218,7 @@ def allreduce(value: Any, op: str, sent_as: str) -> tf.Tensor:
 
 @not_converted
 def average(values: Mapping[str, Any], weight: Any) -> dict[str, tf.Tensor]:
-    """``hvkit.average`` of numbers, each a tensor of its own dtype, or of float32 if of integers.
-
-    A weight that is negative or not finite makes the means NaN.
-    """
+    """``hvkit.average`` of numbers; a weight that is negative or not finite makes the means NaN."""
     numbers = [tf.reshape(tf.cast(v, tf.float64), []) for v in values.values()]
     w = tf.reshape(tf.cast(1.0 if weight is None else weight, tf.float64), [])
     w = tf.where(tf.math.is_finite(w) & (w >= 0), w, tf.constant(math.nan, tf.float64))
@@ -236,7 +233,6 @@ def average(values: Mapping[str, Any], weight: Any) -> dict[str, tf.Tensor]:
 
 @not_converted
 def any_rank(flag: Any) -> tf.Tensor:
-    """``hvkit.any_rank`` of one truth value."""
     number = tf.cast(tf.reshape(tf.cast(flag, tf.bool), []), tf.int32)
     return _reduced(number, "max", "hvkit.any_rank") > 0
 

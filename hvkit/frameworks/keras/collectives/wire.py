@@ -49,7 +49,6 @@ class BlockedInGraphs:
             self._ended = graph_counter(0.0, tf.float64)
 
     def add_since(self, begun: tf.Tensor) -> None:
-        """Add the time from ``begun`` to now, inside a graph."""
         now = tf.timestamp()
         if timeline_wanted():
             self._ended.assign(now, read_value=False)
@@ -86,10 +85,7 @@ class GraphWait:
         calls.watch_graph(self)
 
     def enter(self, ready: Sequence[Any], last: Sequence[Any] | None = None) -> tf.Operation:
-        """The operation that counts the entry; it runs after ``ready``, before the collectives.
-
-        ``last`` are tensors that this rank computes meanwhile; it is blocked once they are there.
-        """
+        """Count the entry, after ``ready``; this rank is blocked once it has computed ``last``."""
         with tf.control_dependencies(list(ready)), tf.device("CPU:0"):
             entered = self._entered.assign_add(1, read_value=False)
         if blocked_in_graphs.measured:
@@ -131,15 +127,11 @@ def name_in_graph(call: str) -> str:
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, in float32 if it has 16 bits.
-
-    Horovod has no bfloat16, and a sum in float16 may overflow although the mean fits.
-    """
+    """The tensor, in float32 if it has 16 bits: Horovod has no bfloat16, and sums may overflow."""
     return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
 def values_of(gradient: Any) -> Any:
-    """The values of a gradient, which may be row-sparse."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
@@ -168,10 +160,7 @@ def run_python(function: Callable[..., None], inputs: Sequence[Any] = ()) -> tf.
 
 
 def refuse_xla(call: str) -> None:
-    """Raise if XLA will compile the code that TensorFlow is tracing, or a function around it.
-
-    XLA has no kernels for Horovod's operations.
-    """
+    """Raise where XLA will compile this code; it has no kernels for Horovod's operations."""
     if tf.executing_eagerly():
         return
     if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
@@ -233,7 +222,6 @@ class Wire:
     highest = functools.partialmethod(_allreduce, "Max")
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """The means over ranks of tensors of one dtype, in one collective."""
         self._counted(traffic.of_allreduce(sum(map(_bytes, tensors)), self.size))
         sent = [_not_constant(tensor) for tensor in tensors]
         op = self._hvd.Average
@@ -272,7 +260,6 @@ class Wire:
                 return self.messages(exchange, name)
 
     def start(self, exchange: Exchange, name: str) -> Callable[[], tf.Tensor]:
-        """For ``RunningExchanges``: the exchange begins once somebody waits for it."""
         return functools.partial(self.exchange, exchange, name)
 
 
@@ -299,7 +286,6 @@ class NamedCollectives:
         return function(tensor).numpy() if isinstance(sent, np.ndarray) else function(tensor)
 
     def start(self, exchange: Exchange, name: str) -> Callable[[], Any]:
-        """For ``RunningExchanges``: the exchange begins once somebody waits for it."""
         return functools.partial(self.exchange, exchange, name)
 
 

@@ -43,7 +43,6 @@ def average_in_apply(
     before_update: Callable[[Sequence[Any]], None],
     nonfinite: NonFinite | None = None,
 ) -> None:
-    """Make ``optimizer.apply`` average the gradients before it uses them."""
     apply = optimizer.apply
     if nonfinite:
         let_leave_out_updates(optimizer)
@@ -126,9 +125,8 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 
 @functools.cache
 def finite_in(group: Group) -> Agree:
-    """Whether an update counts: ``agree`` of ``SharedScale``, for the ranks of a group.
-
-    If each rank decided for itself, some would wait in the inner optimizer for ranks that skip.
+    """Ranks skip together: else some would wait in the inner optimizer. ``agree`` of
+    ``SharedScale``.
     """
     wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
     added = GraphWait("hvkit.finite.sums", group=group)
@@ -159,10 +157,7 @@ def finite_in(group: Group) -> Agree:
 
 
 class NonFinite:
-    """Finds gradients of any rank that are NaN or infinite, and skips the update or stops.
-
-    ``statistics`` must survive a skipped update; None for ``"stop"``.
-    """
+    """Finds gradients of any rank that are NaN or infinite, and skips the update or stops."""
 
     def __init__(
         self, action: str, name: str, statistics: LastStatistics | None, group: Group
@@ -178,11 +173,7 @@ class NonFinite:
     def guard(
         self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[], None]
     ) -> None:
-        """Update, unless a rank has a gradient that is not finite; a collective.
-
-        ``update`` must create no variables. In a graph the error is an InvalidArgumentError, which
-        ``fit`` translates.
-        """
+        """Update, unless a rank has a gradient that is not finite; ``update`` creates no variables."""
         if self._statistics is not None:
             self._statistics.prepare()
         with tf.device("CPU:0"):

@@ -56,11 +56,7 @@ _PARTIAL = "only some ranks have a gradient, or a gradient of this kind, for"
 
 
 class GradientAverager:
-    """Averages the gradients of one optimizer over ranks.
-
-    ``check`` compares the ranks when all have reached the update; it returns the operations that a
-    graph must run before it averages.
-    """
+    """Averages an optimizer's gradients; ``check`` returns what a graph runs before it averages."""
 
     def __init__(
         self,
@@ -245,8 +241,6 @@ class GradientAverager:
         return means
 
     def _largest(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """The elements' maxima over ranks, of tensors of one dtype."""
-
         def highest(flat: tf.Tensor) -> tf.Tensor:
             return tf.cast(self._wire.highest(widened(flat), f"{name}.largest"), flat.dtype)
 
@@ -261,10 +255,7 @@ class GradientAverager:
 
 
 class CompressedMeans(CompressionState):
-    """Means over ranks of float32 vectors that travel compressed, in eager code and in graphs.
-
-    The compression's state is in variables, since graphs hold it; the keys are ids of weights.
-    """
+    """Means of float32 vectors that travel compressed; graphs hold the state, by weight."""
 
     def __init__(self, compression: Compression, wire: Wire) -> None:
         super().__init__(compression, ops, wire)
@@ -272,7 +263,6 @@ class CompressedMeans(CompressionState):
         self._shapes: dict[Hashable, Shape] = {}
 
     def mean(self, vector: tf.Tensor, variables: Sequence[Any], name: str) -> tf.Tensor:
-        """The mean of a vector; a collective."""
         keys = [id(backend_variable(v)) for v in variables]
         flow = self.reduce(keys, [tuple(v.shape) for v in variables], vector)
         mean = RunningExchanges(self._wire.start, flow, name).result()
@@ -333,7 +323,6 @@ def _is_sparse(gradient: Any) -> bool:
 
 
 def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_sparse: bool) -> Any:
-    """This rank's gradient in the form in which all ranks send it."""
     if any_dense:
         if gradient is None:
             return tf.zeros(variable.shape, variable.dtype) if absent is None else absent

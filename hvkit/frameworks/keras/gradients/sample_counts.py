@@ -60,7 +60,6 @@ class SampleCounts:
             self._rows.assign(0)
 
     def take_accumulated(self) -> tf.Tensor:
-        """The rows since the last call."""
         if self._accumulated is None:
             return tf.constant(0)
         rows = self._accumulated + 0

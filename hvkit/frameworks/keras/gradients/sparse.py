@@ -78,10 +78,10 @@ def average_rows(
 
 
 def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """All ranks' rows, added up if the ranks looked them up for the whole batch.
+    """All ranks' rows of shape (rows, ...), added up if the ranks looked them up for the whole
+    batch.
 
-    The values have the shape (rows, ...). ``marked`` are their indices, with a mark before each
-    rank's, of shape (rows + ranks,).
+    ``marked`` are their indices, with a mark before each rank's, of shape (rows + ranks,).
     """
     is_row = marked >= 0
     begins = tf.where(~is_row)[:, 0]

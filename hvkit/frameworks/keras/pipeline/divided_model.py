@@ -43,10 +43,8 @@ _UNINITIALISED = "uninitialized_variables"
 
 
 class PipelinePort(KerasPort):
-    """A Sequential or Functional model in a pipeline, and the optimizers that update it.
-
-    The model is whole on every rank, or without weights. The ranks of ``options.group`` hold the
-    same layers, and average their gradients.
+    """A Sequential or Functional model in a pipeline; ranks of ``options.group`` hold the same
+    layers.
     """
 
     tensors: Tensors
@@ -74,16 +72,13 @@ class PipelinePort(KerasPort):
         return graph, plan_stages(graph, self._mesh.mesh.pipeline, named)
 
     def synchronise(self) -> None:
-        """Copy rank 0's weights, and the state of optimizers; a collective."""
         ranks, model = all_ranks(), self._whole
         require_equal(
             "model",
             [f"model {type(model).__name__}: {'with' if self._is_built else 'without'} weights"],
             "build the model before hvkit.distribute on every rank, or on none",
         )
-        learnt = initial_state.AdaptedLayers(model)
-        initial_state.synchronise(model.weights, ranks)
-        learnt.copy_from_first(ranks)
+        initial_state.synchronise_model(model, ranks)
         initial_state.synchronise_optimizers(self.optimizers, model.trainable_variables, ranks)
 
     def _take_part(self, pipelined: PipelinedModel) -> None:
@@ -91,10 +86,7 @@ class PipelinePort(KerasPort):
         self.model.models = pipelined.stage.layers
 
     def _attach(self, epoch: Epoch) -> list[tuple[Any, Record]]:
-        """Let the model's methods run the pipeline; return a record for each object; a collective.
-
-        ``epoch.compare`` compares ranks that hold the same part.
-        """
+        """Let the model's methods run the pipeline; return records; a collective."""
         model = self._whole
         self._channel = self.tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
         let_differ([model], updating(self.optimizers))
@@ -141,7 +133,6 @@ class PipelinePort(KerasPort):
         self._divide()
 
     def _divide(self) -> None:
-        """Keep this rank's part of the model, and drop the rest."""
         assert self._plan is not None
         (graph, stages), model = self._plan, self._whole
         if runtime.rank() == 0:
@@ -161,7 +152,6 @@ class PipelinePort(KerasPort):
             )
 
     def _gathered(self) -> AbstractContextManager[None]:
-        """A context in which rank 0 has the whole weights; a collective."""
         return nullcontext() if self._pipelined is None else self._pipelined.parts.gathered()
 
     def _adapt(self, callback: Any) -> None:

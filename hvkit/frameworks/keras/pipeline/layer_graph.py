@@ -22,19 +22,15 @@ from hvkit.pipeline.stages import CutPoint, Stages, balanced_cuts, named_cuts, r
 
 @dataclass(frozen=True)
 class LayerCut(CutPoint):
-    """A layer after which a model can be cut; bytes are for a sample, unknown lengths count as 1.
-
-    The next stage gets ``tensor``, symbolic for Keras.
-    """
+    """A layer after which a model can be cut, and the symbolic tensor that the next stage gets."""
 
     tensor: Any
 
 
 class LayerGraph:
-    """The calls of layers in a model, in an order in which they can run.
+    """The calls of a model's layers, in an order in which they can run.
 
-    ``calls`` are Keras's nodes, each a layer with its inputs and outputs. ``made_by`` has, by the
-    id of a tensor, the number of the call that computes it.
+    ``made_by`` has, by the id of a tensor, the number of the call that computes it.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -61,10 +57,7 @@ class LayerGraph:
 
     @functools.cached_property
     def places(self) -> list[LayerCut]:
-        """All places where the model can be cut, in their order.
-
-        A single tensor crosses a cut, and no layer with weights is called on both sides.
-        """
+        """Where one tensor crosses, and no layer with weights is called on both sides, in order."""
         found: list[LayerCut] = []
         for time in range(1, len(self.calls)):
             tensors = self.crossing(time)
@@ -89,7 +82,6 @@ class LayerGraph:
         return sum(map(_flops_of, self.calls[start:stop]))
 
     def nbytes(self, start: int, stop: int) -> int:
-        """The bytes of the weights that the calls use."""
         weights = {
             id(w): w
             for call in self.calls[start:stop]
@@ -153,8 +145,6 @@ def stage_of(variable: Any, stages: Stages) -> int:
 
 
 class Stage:
-    """Runs the layers between two cuts."""
-
     def __init__(self, graph: LayerGraph, stages: Stages, number: int, tensors: Tensors) -> None:
         self._graph, self._tensors = graph, tensors
         self._entry = stages.cuts[number - 1].tensor if number else None
@@ -248,7 +238,6 @@ def set_mask(tensor: Any, mask: Any) -> None:
 
 
 def _functional_of(model: Any) -> Any:
-    """The Functional model that a Sequential one keeps, or the model itself."""
     functional = model._functional if isinstance(model, keras.Sequential) else model
     assert isinstance(functional, Functional)
     return functional
@@ -293,7 +282,6 @@ def _flops_of(call: Any) -> int:
 
 
 def _nbytes_of(thing: Any) -> int:
-    """The bytes of a variable with all of its values, or of a tensor, for a sample."""
     dtype = keras.backend.standardize_dtype(thing.dtype)
     size: int = math.prod(n or 1 for n in thing.shape) * numpy_dtype(dtype).itemsize
     return size

@@ -28,10 +28,9 @@ Array = np.ndarray[Any, Any]
 
 
 class ModelParts:
-    """Knows which rank holds which weight of a model, and gathers the whole model for a while.
+    """Knows which rank holds which weight of a model, and gathers all; others keep their shapes.
 
-    The weights of other stages keep their shapes, but not their values. ``collects`` is whether
-    rank 0 is in this pipeline.
+    ``collects`` is whether rank 0 is in this pipeline.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class ModelParts:
 
     @property
     def keeps_whole(self) -> bool:
-        """Whether this rank holds the whole weights in ``gathered``."""
         return self.collects and self.channel.rank == 0
 
     def _drop_others(self) -> None:
@@ -70,7 +68,6 @@ class ModelParts:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the whole weights on rank 0 for a while; a collective."""
         others = self.collected([(w, w) for w in self.weights])
         if not self.keeps_whole:
             yield
@@ -107,10 +104,7 @@ class ModelParts:
         return collected
 
     def _guard_methods(self) -> None:
-        """Let the model, and layers of other stages, save and load only while the model is whole.
-
-        Keras loads a file into all layers: those of other stages then load nothing.
-        """
+        """Let the model and layers of other stages save and load only while the model is whole."""
         model: Any = self._model
         for layer in model._flatten_layers(include_self=False):
             variables = [*layer._trainable_variables, *layer._non_trainable_variables]
@@ -226,7 +220,6 @@ class OptimizerParts(PartialState):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the whole state on rank 0 for a while; a collective."""
         others = self._parts.collected(self.slots)
         if not self._parts.keeps_whole:
             yield
@@ -238,10 +231,7 @@ class OptimizerParts(PartialState):
 
 
 class ModelInParts:
-    """The model that a callback sees; all ranks of the pipeline call the same methods.
-
-    Other attributes are those of the model itself.
-    """
+    """The model that a callback sees; all ranks of the pipeline call the same methods."""
 
     is_in_parts = True
 

@@ -101,11 +101,7 @@ class ForwardPass:
 
 
 class PipelinedModel:
-    """Replaces the ``call`` of a model.
-
-    ``around_backward`` is called before the gradients of a pass are added up, and returns what to
-    call after it.
-    """
+    """Replaces a model's ``call``; ``around_backward`` returns what to call after a pass."""
 
     def __init__(
         self, model: keras.Model, graph: LayerGraph, parts: ModelParts, microbatches: int
@@ -118,7 +114,6 @@ class PipelinedModel:
         self.around_backward: Callable[[], Callable[[], None]] = lambda: lambda: None
 
     def own_trainable(self) -> list[Any]:
-        """This rank's weights that get a gradient."""
         return [v for v in self._model.trainable_variables if self.parts.holds(v)]
 
     def note_targets(self, data: Any) -> None:
@@ -198,7 +193,6 @@ class PipelinedModel:
     def _require_same_batch(
         self, inputs: Sequence[Any], recording: bool, training: bool | None
     ) -> None:
-        """Raise on every rank unless all have the same batch; a collective of the pipeline."""
         call = [recording, training, *((tuple(t.shape), t.dtype) for t in inputs)]
         content, self._targets = _checksum_of(inputs) ^ self._targets, 0
         numbers = zlib.crc32(repr([self._channel.step, *call]).encode()), content
@@ -305,7 +299,6 @@ class PipelinedModel:
 
 
 def _split(tensor: Any, sizes: Sequence[int]) -> list[Any]:
-    """The parts of a tensor along its first dimension."""
     if len(sizes) == 1:  # which Keras cannot do
         return [tensor]
     parts: list[Any] = ops.split(tensor, np.cumsum(sizes)[:-1].tolist())

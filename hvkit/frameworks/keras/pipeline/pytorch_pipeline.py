@@ -34,15 +34,13 @@ from hvkit.sync.port import Keeper, Record
 
 
 class PyTorchTensors(Tensors):
-    """PyTorch, as the backend of Keras."""
-
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
-        ranks, device = mesh.position.members("pipeline"), torch.device(get_device())
+        device = torch.device(get_device())
         if sends_from_host(device):
-            return MailboxChannel(ranks, name)
-        group = process_group.group_of(tuple(rows(mesh.mesh, "pipeline")))
-        through_host = process_group.ranks_share_gpus()
-        return TorchChannel(group, ranks, device, name, through_host=through_host)
+            return MailboxChannel(mesh.position.members("pipeline"), name)
+        return TorchChannel(
+            process_group.group_of(tuple(rows(mesh.mesh, "pipeline"))), device, name
+        )
 
     def tracer(self) -> str:
         return "torch.compile" if torch.compiler.is_compiling() else ""
@@ -124,8 +122,6 @@ def sends_from_host(device: torch.device) -> bool:
 
 
 class _Operation(torch.autograd.Function):
-    """Connects results with the variables that they depend on."""
-
     @staticmethod
     def forward(ctx: Any, results: Sequence[Any], backward: Any, *variables: Any) -> Any:
         ctx.of_variables = backward
@@ -139,10 +135,7 @@ class _Operation(torch.autograd.Function):
 
 
 class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
-    """The steps of ``distribute`` for a pipeline on PyTorch.
-
-    PyTorch's port averages gradients at the end of each backward pass.
-    """
+    """PyTorch's port averages gradients at the end of each backward pass."""
 
     tensors = PyTorchTensors()
 

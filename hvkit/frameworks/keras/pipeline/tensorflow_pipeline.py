@@ -31,8 +31,6 @@ from hvkit.sync.port import Keeper, Record
 
 
 class TensorFlowTensors(Tensors):
-    """TensorFlow, as the backend of Keras."""
-
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
         return MailboxChannel(mesh.position.members("pipeline"), name)
 
@@ -115,8 +113,6 @@ def _unwatched(variables: Sequence[Any]) -> Iterator[None]:
 
 
 class KerasMeshPort(PipelinePort, KerasOnTensorFlowPort):
-    """The steps of ``distribute`` for a pipeline on TensorFlow."""
-
     tensors = TensorFlowTensors()
 
     def synchronise(self) -> None:

@@ -65,10 +65,7 @@ Gradients = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 
 
 class Tensors(ABC):
-    """Does with tensors, tapes and variables what differs between the backends of Keras.
-
-    Without another definition variables hold no gradients, as on TensorFlow.
-    """
+    """What differs between Keras's backends; by default variables hold no gradients."""
 
     @abstractmethod
     def channel(self, mesh: MeshOptions, name: str) -> Channel:
@@ -87,19 +84,12 @@ class Tensors(ABC):
         """Whether this is a tensor that can be divided into micro-batches."""
 
     def compiled(self, run: Callable[..., Any], variables: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a stage that uses these variables, if the backend can.
-
-        Tapes of the script do not record it: the stage has its own, and a second one takes time.
-        """
+        """Compile a stage, if the backend can, which tapes of the script then do not record."""
         return run
 
     @abstractmethod
     def recorded(self, run: Callable[[], Any], watched: Sequence[Any]) -> tuple[Any, Gradients]:
-        """Call a function; return its results, and a function that computes gradients.
-
-        This second function takes some tensors of the results, and the gradients of these. It
-        returns the gradients of what is watched, variables and tensors, None where there is none.
-        """
+        """Call a function; return its results, and what computes the gradients of ``watched``."""
 
     @abstractmethod
     def connected(
@@ -108,10 +98,7 @@ class Tensors(ABC):
         variables: Sequence[Any],
         backward: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """Let autograd see tensors as the results of one operation on variables of Keras.
-
-        ``backward`` returns the gradients of the variables from the gradients of the results.
-        """
+        """Let autograd see results as those of one operation on variables, with this ``backward``."""
 
     def sum_of(self, a: Any, b: Any) -> Any:
         """The sum of two gradients, each of which may be row-sparse."""
@@ -127,10 +114,7 @@ class Tensors(ABC):
         gradients: Sequence[Any],
         begin: Callable[[], Callable[[], None]],
     ) -> list[Any]:
-        """Add gradients to those that variables of Keras hold, and return the sums.
-
-        ``begin`` is called first; it returns what to call at the end, which may average gradients.
-        """
+        """Return the sums with the gradients that variables hold; ``begin`` returns what ends it."""
         return list(gradients)
 
     def remainder(self, variable: Any, total: Any) -> Any:

@@ -28,11 +28,7 @@ _around: WeakValueDictionary[int, Updates] = WeakValueDictionary()
 
 
 class UpdatesKeeper(LocalWeightsKeeper):
-    """Exchanges the weights of a model, by variables that are updated together.
-
-    ``updated`` are these variables, the same ones on every rank. For ``hvkit.sync`` each is an
-    optimizer.
-    """
+    """Exchanges the weights of a model, by variables that are updated together, as ``updated``."""
 
     weights: Variables
 
@@ -43,7 +39,6 @@ class UpdatesKeeper(LocalWeightsKeeper):
         self._updates: list[ref[Updates]] = []
 
     def count_updates(self, updates: Updates) -> int:
-        """Add the ``Updates`` of another optimizer; return its number."""
         self._updates.append(ref(updates))
         return len(self._updates) - 1
 
@@ -120,10 +115,7 @@ class Updates:
     def around(
         self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
     ) -> None:
-        """Call ``update`` of an optimizer, or of the one that scales its loss, and what is around.
-
-        The variables are None if the optimizer does not know them yet.
-        """
+        """Surround an update; the variables are None if the optimizer does not know them yet."""
         if self._updating or not grads or variables is None:
             update()
             return
@@ -149,10 +141,7 @@ class Updates:
 
 @functools.cache
 def _include_skipped_updates() -> None:
-    """Surround the whole update of each ``LossScaleOptimizer``, which may skip that inside.
-
-    This changes the class, because ``compile`` makes the instance later.
-    """
+    """Surround updates of the class ``LossScaleOptimizer``, whose instance ``compile`` makes later."""
     scaler = keras.optimizers.LossScaleOptimizer
     apply = scaler.apply
 

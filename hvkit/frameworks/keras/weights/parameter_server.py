@@ -45,7 +45,6 @@ class ServedModel(UpdatesKeeper, ServerKeeper):
         self._serve(number, self.updated[number].numbers)  # others may have no values yet
 
     def exchange(self, number: int) -> None:
-        """Send the changes of an update, and go on from the server's weights."""
         self.refuse_step()
         self._steps_ended += 1
         self._end_step(number)
@@ -55,7 +54,6 @@ class ServedModel(UpdatesKeeper, ServerKeeper):
         self.weights.require_same_list([self.weights.in_order[i] for i in new])
 
     def start_over(self) -> None:
-        """Begin with the weights that the ranks hold now, the same on all."""
         super().start_over()
         for updated in self.updated:  # graphs hold them
             updated.begun.assign(False)
@@ -66,22 +64,18 @@ class ServedModel(UpdatesKeeper, ServerKeeper):
         return [updates for reference in self._updates if (updates := reference()) is not None]
 
     def state(self) -> dict[str, Array]:
-        """For a checkpoint: the server's weights, as shown now, the same on every rank."""
         return self.weights.by_position(super().state())
 
     def load_state(self, arrays: dict[str, Array], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
         super().load_state(self.weights.by_number(arrays), in_round=in_round)
         for updates in self._living() if in_round and arrays else ():
             updates.checks.skip_weights()  # the ranks' weights need not be equal
 
     def rank_state(self) -> dict[str, Array]:
-        """For a checkpoint, of each rank: its calls of ``apply``."""
         living = enumerate(self._living())
         return {f"{_CALLS}{number}": updates.calls.numpy() for number, updates in living}
 
     def load_rank_state(self, arrays: dict[str, Array]) -> None:
-        """Set what ``rank_state`` returned on this rank."""
         living = self._living()
         for key, array in arrays.items():
             living[int(key.removeprefix(_CALLS))].calls.assign(array)

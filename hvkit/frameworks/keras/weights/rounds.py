@@ -40,8 +40,6 @@ _COMPARED_EVERY = 256
 
 
 class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
-    """Ends the rounds of the optimizers of one model."""
-
     def __init__(
         self,
         strategy: Rounds,
@@ -103,13 +101,11 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         tf.cond(steps >= self.strategy.every * updates.per_step, end_round, nothing)
 
     def begin(self, number: int) -> None:
-        """Have the strategy begin with the values of variables."""
         for i in self.updated[number].numbers:
             self._agreements.begin(i)
         self._begun = True
 
     def end_overlap(self, number: int) -> None:
-        """Add the changes of the agreement that began with this round; a collective."""
         self._end_overlap(number, self.updated[number].step)
 
     def end_round(self, number: int) -> None:
@@ -145,14 +141,12 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         self._add_pending(updated.numbers)
 
     def start_over(self) -> None:
-        """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
         for updated in self.updated:
             updated.begun.assign(False)  # graphs hold it
             updated.rounds = 0
         super().start_over()
 
     def state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """For a checkpoint: arrays by state and weight, and counts, the same on every rank."""
         position = {id(weight): i for i, weight in enumerate(self.weights.of_model())}
         arrays = self.weights.by_position(super().state())
         for updated in self.updated:
@@ -163,7 +157,6 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
         return {**arrays, "optimizers": np.array(len(self._updates))}
 
     def load_state(self, arrays: dict[str, np.ndarray[Any, Any]], *, in_round: bool) -> None:
-        """Set what ``state`` returned."""
         self.start_over()
         optimizers = [reference() for reference in self._updates]
         if (saved := int(arrays["optimizers"])) != len(optimizers):
@@ -193,11 +186,9 @@ class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
             self._trained.update(i for updated in self.updated for i in updated.numbers)
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
-        """For a checkpoint, of each rank: residuals, and pending changes of its weights."""
         return self.weights.by_position(super().rank_state())
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-        """Set what ``rank_state`` returned on this rank."""
         super().load_rank_state(self.weights.by_number(arrays))
 
 
@@ -220,6 +211,5 @@ class Exchanges:
             self._future.set_exception(error)
 
     def result(self) -> Any:
-        """Wait for the other ranks; return the strategy's result."""
         with waiting_for_all_ranks(self._group.process_set):
             return self._future.result() if self._future else self._run()

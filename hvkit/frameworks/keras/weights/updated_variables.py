@@ -35,9 +35,8 @@ Method = Callable[[int], None]
 
 
 class UpdatedVariables:
-    """Variables that an optimizer updates together, and its steps since they agreed.
-
-    The same ones, in the same order, on every rank. For ``hvkit.sync`` it is an optimizer.
+    """Variables that an optimizer updates together, the same on all ranks: an optimizer of
+    ``sync``.
     """
 
     call = STEP
@@ -74,9 +73,8 @@ class UpdatedVariables:
 
     @functools.cached_property
     def _round_ends(self) -> SimpleQueue[Callable[[], None] | None]:
-        """Functions for a thread that lives as long as this object.
-
-        A new thread for each round would cost TensorFlow a millisecond.
+        """Functions for a thread, since a new one for each round would cost TensorFlow a
+        millisecond.
         """
         functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threads.start("hvkit-round", _call_all, functions)
@@ -84,9 +82,8 @@ class UpdatedVariables:
         return functions
 
     def begin_by(self, method: Method) -> tf.Tensor:
-        """Call a method that reads the variables, unless one was called since ``begun`` was unset.
-
-        Returns what later operations must wait for.
+        """Call a method that reads the variables, unless ``begun``; return what others must wait
+        for.
         """
         weak = WeakMethod(method)
 
@@ -185,7 +182,6 @@ class UpdatedVariables:
         return set(self.numbers)
 
     def _rates(self) -> list[str]:
-        """The learning rates that the script has set."""
         optimizer = self._optimizer()
         return [] if optimizer is None else [_rate(part) for part in parts_of(optimizer)]
 
@@ -212,10 +208,7 @@ def _call_all(functions: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _rate(optimizer: Any) -> str:
-    """The learning rate that the script has set: a number, or all that makes up a schedule.
-
-    Not the schedule's value: a rank whose loss scale has skipped an update is at an earlier one.
-    """
+    """The rate that the script has set, not a schedule's value: skipped updates leave it behind."""
     rate = optimizer._learning_rate
     if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
         return f"{type(rate).__name__}({json.dumps(rate.get_config(), default=repr)})"
@@ -245,7 +238,6 @@ def _in_turn(build: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
 
 @functools.cache
 def _turn() -> tf.Variable:
-    """Counts the functions that graphs have begun and ended."""
     return graph_counter(dtype=tf.int64)
 
 
@@ -255,10 +247,7 @@ def _in_numpy(
     inputs: Sequence[tf.Tensor],
     results: Sequence[tf.TensorSpec],
 ) -> list[tf.Tensor]:
-    """The results of a method on NumPy arrays, in a graph, which does not keep the method's object.
-
-    An array that it returns is TensorFlow's then.
-    """
+    """The results of a method on arrays, in a graph, which keeps the arrays and not its object."""
     weak = WeakMethod(method)
 
     def call(*arrays: Array) -> list[Array]:

@@ -78,9 +78,8 @@ class Variables(Weights):
     def given(
         self, groups: Sequence[list[int]], vectors: Sequence[Array]
     ) -> Iterator[Callable[[], list[Array]]]:
-        """Let variables have these values in a function that a graph calls.
-
-        Yields a function that returns the new values as vectors.
+        """Set values for a function that a graph calls; yield one that returns the new ones as
+        vectors.
         """
         for numbers, vector in zip(groups, vectors, strict=True):
             self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
@@ -108,11 +107,7 @@ class Variables(Weights):
         return [] if model is None else [backend_variable(w) for w in model.weights]
 
     def by_position(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays whose names end with a variable's number, by its position in the model.
-
-        Checkpoints have these, since numbers depend on the order of training. Variables of the
-        script are left out.
-        """
+        """Arrays by a variable's position in the model: checkpoints keep no numbers of training."""
         position = {id(weight): i for i, weight in enumerate(self.of_model())}
         found = {}
         for name, array in arrays.items():
@@ -123,7 +118,6 @@ class Variables(Weights):
         return found
 
     def by_number(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """The reverse of ``by_position``."""
         weights = self.of_model()
         found = {}
         for name, array in arrays.items():
