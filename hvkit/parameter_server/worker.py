@@ -36,6 +36,7 @@ class _Vector(NamedTuple):
 class ServerKeeper(LocalWeightsKeeper):
     """Exchanges the weights of one model with the server. Making it is a collective."""
 
+    strategy: ParameterServer
     compression = None
     equal_steps = False
 
@@ -159,9 +160,3 @@ class ServerKeeper(LocalWeightsKeeper):
         self.start_over()
         if in_round:
             self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}
-
-    def rank_state(self) -> dict[str, Array]:
-        return {}
-
-    def load_rank_state(self, arrays: dict[str, Array]) -> None:
-        """Set what ``rank_state`` returned."""

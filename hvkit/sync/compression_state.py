@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 from hvkit.compression import Compression
 from hvkit.compression.compression import Ops, Shape
 from hvkit.strategies.strategy import Averaging
+from hvkit.sync.port import Keeper
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -100,10 +100,8 @@ class CompressionState:
             self._loaded.setdefault(keys[int(i)], {})[name] = array.copy()
 
 
-class CompressionKeeper:
-    """A ``hvkit.sync.port.Keeper`` of the state of a compression of gradients."""
-
-    local, equal_steps = False, True
+class CompressionKeeper(Keeper):
+    """Keeps the state of a compression of gradients."""
 
     def __init__(
         self,
@@ -116,15 +114,6 @@ class CompressionKeeper:
         self.compression = compression
         self._states = states
         self._keys = keys
-
-    def arrive(self) -> None:
-        """No agreement runs during training."""
-
-    def settled(self) -> AbstractContextManager[None]:
-        """The weights are the same on all ranks at any time."""
-        return nullcontext()
-
-    unsettled = settled
 
     def start_over(self) -> None:
         for each in self._states.values():

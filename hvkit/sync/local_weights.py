@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.fingerprints import first_unlike
+from hvkit.sync.port import Keeper
 
 
 class Weights(Protocol):
@@ -159,7 +160,7 @@ class HookedOptimizer(LocalOptimizer, Protocol):
         """Call functions around each step, also around one that a loss scale skips."""
 
 
-class LocalWeightsKeeper(ABC):
+class LocalWeightsKeeper(Keeper):
     """Exchanges the weights of one model after its optimizers' steps, and shows agreed weights.
 
     While the model holds the weights that ranks would agree on, the keeper holds this rank's.
@@ -169,8 +170,6 @@ class LocalWeightsKeeper(ABC):
     """
 
     local = True
-
-    equal_steps: ClassVar[bool]  # whether all ranks must take equally many steps
 
     def __init__(self, weights: Weights, name: str) -> None:
         self.weights = weights
@@ -188,9 +187,6 @@ class LocalWeightsKeeper(ABC):
     def add(self, weights: Iterable[Any]) -> None:
         """Exchange more weights; the same ones on every rank, with the same values."""
         self.weights.add(weights)
-
-    def arrive(self) -> None:  # noqa: B027  # not every strategy has any
-        """Wait for overlapped agreements; a collective."""
 
     @abstractmethod
     def _compare_ranks(self) -> bool:

@@ -7,7 +7,7 @@ returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -123,30 +123,22 @@ class Record:
 class Keeper(Protocol):
     """Keeps the state of a strategy or a compression for models that train together."""
 
-    @property
-    def strategy(self) -> Strategy:
-        """As passed to ``distribute``."""
-
-    @property
-    def compression(self) -> Compression | None:
-        """As passed to ``distribute``."""
-
-    @property
-    def local(self) -> bool:
-        """Whether the ranks train local weights, so that their weights differ."""
-
-    @property
-    def equal_steps(self) -> bool:
-        """Whether all ranks must take equally many steps."""
+    strategy: Strategy
+    compression: Compression | None  # as passed to ``distribute``
+    local: bool = False  # whether the ranks train local weights, so that their weights differ
+    equal_steps: bool = True  # whether all ranks must take equally many steps
 
     def arrive(self) -> None:
         """Wait for overlapped agreements; a collective."""
+        return
 
     def settled(self) -> AbstractContextManager[None]:
         """A context with the weights that ranks would agree on now; a collective if ``local``."""
+        return nullcontext()
 
     def unsettled(self) -> AbstractContextManager[None]:
         """A context, inside ``settled``, with the local weights again."""
+        return nullcontext()
 
     def start_over(self) -> None:
         """Forget the state; begin with the ranks' present weights, the same on all."""
@@ -163,9 +155,11 @@ class Keeper(Protocol):
 
     def rank_state(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals."""
+        return {}
 
     def load_rank_state(self, arrays: dict[str, np.ndarray[Any, Any]]) -> None:
         """Set what ``rank_state`` returned on this rank."""
+        return
 
 
 class Port(Protocol):

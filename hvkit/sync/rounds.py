@@ -49,7 +49,7 @@ class _Round(NamedTuple):
 class RoundKeeper(LocalWeightsKeeper):
     """Ends the rounds of the optimizers of one model."""
 
-    equal_steps = True
+    strategy: Rounds
 
     def __init__(
         self,
