@@ -115,7 +115,7 @@ class LastStatistics:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make room once the model has weights; in eager code the first batch may have spoilt them."""
+        """Make room once the model has weights; in eager code a batch may have spoilt them."""
         if not self._kept:
             with tf.init_scope():
                 means_and_variances = enumerate(_statistics_in(self._model))

@@ -28,7 +28,7 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
 from hvkit.sync import fingerprints
-from hvkit.sync.fingerprints import WIDTH, Compared, Rows, fingerprint
+from hvkit.sync.fingerprints import WIDTH, Compared, Rows
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 if ON_TENSORFLOW:
@@ -56,7 +56,7 @@ def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
         local = {id(v) for v in _accumulators(compared)} | ids_of_slots([compared])
         variables = [v for v in compared.variables if id(v) not in local]
     with outside_graphs():
-        rows = [*(fingerprint(v.numpy()) for v in variables), *rows]
+        rows = [*(fingerprints.fingerprint(v.numpy()) for v in variables), *rows]
         return [*labels_of(variables), *adapted], rows
 
 
@@ -72,7 +72,7 @@ def require_same_weights(
 def require_same(call: str, labels: Sequence[str], variables: Sequence[Any], group: Group) -> bool:
     """``require_same_weights`` of variables; return whether they are the same bit for bit."""
     compared = [Compared(each, unit(v)) for each, v in zip(labels, variables, strict=True)]
-    rows = [fingerprint(v.numpy()) for v in variables]
+    rows = [fingerprints.fingerprint(v.numpy()) for v in variables]
     return fingerprints.require_same(call, compared, rows, group)
 
 
@@ -173,7 +173,9 @@ class Checks:
         frozen = [v for v in made_trainable(self._model) if not v.trainable]
         adapted, rows = compared_in_adapted(self._model)
         self._compared = [*labels, *labels_of(frozen), *adapted]
-        return np.array([*map(fingerprint, [*arrays, *(v.numpy() for v in frozen)]), *rows])
+        return np.array(
+            [*map(fingerprints.fingerprint, [*arrays, *(v.numpy() for v in frozen)]), *rows]
+        )
 
     def _judge(self, gathered: Rows) -> bytes:
         rows = gathered.reshape(self._wire.size, -1, WIDTH)
@@ -184,7 +186,7 @@ class Checks:
 
     def _compare_gradients(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         def hashed(*arrays: Any) -> Rows:
-            return fingerprints.of_gradients(list(map(fingerprint, arrays)))[None]
+            return fingerprints.of_gradients(list(map(fingerprints.fingerprint, arrays)))[None]
 
         local_rows = _in_numpy(hashed, gradients, tf.int64, [1, 2])
         gathered = self._of_all_ranks(local_rows, "work")
