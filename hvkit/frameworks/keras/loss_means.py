@@ -146,7 +146,7 @@ _TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
 
 
 def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: bool = True) -> None:
-    """Make losses means over all ranks' samples, in ``train_step`` if ranks average in each step."""
+    """Make losses means over all ranks' samples, in ``train_step`` if ranks average each step."""
     vars(model)[_TOTALS] = totals
     totals.even = vars(model).get(_EVEN, totals.even)
     if trains:

@@ -31,7 +31,7 @@ from hvkit.sync.port import Options, Record
 
 
 class KerasPort:
-    """The steps of ``distribute``; ``model`` joins all models, ``inner`` optimizers scale no loss."""
+    """The steps of ``distribute``. ``model`` joins all models; ``inner`` scale no loss."""
 
     def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], options: Options) -> None:
         self.models, self.optimizers = list(models), list(optimizers)

@@ -42,7 +42,7 @@ class VariableSender(Protocol):
         """Note the gradients of variables that other ranks update."""
 
     def send(self, number: int, piece: list[list[int]], variables: Sequence[Any]) -> None:
-        """Send a piece, numbers of variables by owner in rank order, and receive those of others."""
+        """Send a piece, numbers of variables by owner in rank order, and receive the rest."""
 
 
 class OptimizerShards(PartialState):

@@ -98,7 +98,7 @@ class Tensors(ABC):
         variables: Sequence[Any],
         backward: Callable[[Sequence[Any]], list[Any]],
     ) -> list[Any]:
-        """Let autograd see results as those of one operation on variables, with this ``backward``."""
+        """Let autograd see results of one operation on variables, with this ``backward``."""
 
     def sum_of(self, a: Any, b: Any) -> Any:
         """The sum of two gradients, each of which may be row-sparse."""
@@ -114,7 +114,7 @@ class Tensors(ABC):
         gradients: Sequence[Any],
         begin: Callable[[], Callable[[], None]],
     ) -> list[Any]:
-        """Return the sums with the gradients that variables hold; ``begin`` returns what ends it."""
+        """Return sums with the gradients that variables hold; ``begin`` returns what ends it."""
         return list(gradients)
 
     def remainder(self, variable: Any, total: Any) -> Any:

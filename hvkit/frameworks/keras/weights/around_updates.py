@@ -141,7 +141,7 @@ class Updates:
 
 @functools.cache
 def _include_skipped_updates() -> None:
-    """Surround updates of the class ``LossScaleOptimizer``, whose instance ``compile`` makes later."""
+    """Surround updates of ``LossScaleOptimizer``, whose instance ``compile`` makes later."""
     scaler = keras.optimizers.LossScaleOptimizer
     apply = scaler.apply
 
