@@ -108,7 +108,6 @@ def _request(
     hostfile: str | os.PathLike[str] | None,
     options: str | Sequence[str],
 ) -> Request:
-    """The request that ``hvkit run`` would make of these."""
     arguments: dict[str, Any] = {}
     if np is not None:
         arguments["np"] = check_count("np", np)
@@ -156,7 +155,6 @@ def _parsed(options: str | Sequence[str]) -> Namespace:
 
 
 def _words(name: str, value: object, example: str) -> list[str]:
-    """An argument of several texts."""
     words: list[Any] = [*value] if isinstance(value, Iterable) else [value]
     if wrong := [word for word in words if not isinstance(word, str)]:
         raise TypeError(
@@ -170,7 +168,6 @@ class _Options(CommandParser):
     """The parser of ``hvkit run``'s options; wrong ones raise."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ``UsageError``."""
         raise UsageError(f"hvkit.launch: {message}")
 
     def print_help(self, file: object = None) -> NoReturn:

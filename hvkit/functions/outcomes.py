@@ -26,7 +26,6 @@ from hvkit.wording import in_short, text_of
 
 
 def save_result(path: Path, value: object) -> None:
-    """Save what the function has returned."""
     try:
         with written(path) as file:
             pickle.dump(None, file)
@@ -127,7 +126,6 @@ class _ErrorPickler(pickling.Pickler):
         self._chained = chained
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is pickled."""
         if not isinstance(obj, BaseException):
             return super().reducer_override(obj)
         state = {name: getattr(obj, name) for name in _CHAIN} if self._chained else {}

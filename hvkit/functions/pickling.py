@@ -77,7 +77,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is pickled; ``NotImplemented`` for the usual way."""
         if isinstance(obj, FunctionType | type) and obj.__module__ in _MAIN:
             name = obj.__qualname__
             if self._main.get(name) is obj:
@@ -110,7 +109,6 @@ def check_function(user: str, function: object, example: str) -> None:
 
 
 def dump(value: object, file: BinaryIO) -> None:
-    """Pickle a value into a file."""
     Pickler(file).dump(value)
 
 

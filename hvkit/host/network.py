@@ -22,7 +22,6 @@ class Interface:
 
     @property
     def version(self) -> int:
-        """IP version, 4 or 6."""
         return ipaddress.ip_address(self.address).version
 
     @property

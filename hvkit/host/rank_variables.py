@@ -7,6 +7,7 @@ already. Open MPI's settings in files of the user or the site take precedence, t
 import ctypes
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvkit.errors import LaunchError
@@ -137,7 +138,8 @@ _MOST = (1 << 31) - 1
 _OLDER_MOST = 1 << 25
 
 
-class RankSetting(NamedTuple):
+@dataclass(frozen=True)
+class RankSetting:
     """A variable, its value, and why a rank sets it."""
 
     variable: str

@@ -53,7 +53,6 @@ _NOT_FORWARDED = GPU_LISTS | {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
 def launcher_environment(
     variables: Mapping[str, str | None], interfaces: Sequence[str]
 ) -> dict[str, str]:
-    """The launcher's environment: this process's, the user's variables, and the interfaces."""
     for name, value in variables.items():
         if value is None and name not in os.environ:
             raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
@@ -90,7 +89,6 @@ def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[s
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name suggests that its value is a secret."""
     return _SECRET.search(name.upper()) is not None
 
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from hvkit.errors import LaunchError, UsageError
 from hvkit.host import mca
@@ -47,7 +46,6 @@ class Job:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return sum(host.slots or 0 for host in self.hosts)
 
 
@@ -61,11 +59,11 @@ class Launcher:
     sends_all: bool = False  # its whole environment, to other hosts
 
     def command(self, job: Job) -> list[str]:
-        """The command line that starts ``job``."""
         return [self.path, *self.arguments(job)]
 
 
-class MpiVersion(NamedTuple):
+@dataclass(frozen=True)
+class MpiVersion:
     """The name and version of an MPI: ``Open MPI``, ``5.0.11``."""
 
     flavour: str

@@ -101,7 +101,6 @@ class RankCommand:
 
     @classmethod
     def of(cls, words: Sequence[str], path: str) -> "RankCommand":
-        """The files of a command."""
         index = _index_of_script(words)
         return cls(words[0], "" if index is None else words[index], path)
 

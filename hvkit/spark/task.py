@@ -84,7 +84,6 @@ class RankTask:
     command: Sequence[str]  # what the agent runs
 
     def __call__(self, _: Iterable[object]) -> Iterator[int]:
-        """Run the rank; yields its number."""
         from pyspark import BarrierTaskContext
 
         context = BarrierTaskContext.get()
@@ -170,7 +169,6 @@ class Store:
         threads.start("hvkit-store", self._listener.serve, self._serve)
 
     def close(self) -> None:
-        """Admit nobody else."""
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
@@ -197,7 +195,6 @@ class Front:
         threads.start("hvkit-rendezvous", self._server.serve_forever)
 
     def close(self) -> None:
-        """Answer no more."""
         self._server.shutdown()
         self._server.server_close()
         self._store.close()

@@ -41,8 +41,8 @@ class Examined:
     """A host, and what is known about it."""
 
     host: Host
-    report: Mapping[str, Any] | None
-    problem: str | None = None
+    report: Mapping[str, Any] | None  # of ``hvkit doctor`` there
+    problem: str | None = None  # why there is no report, with the fix
 
     @property
     def cores(self) -> int:
@@ -67,7 +67,7 @@ class Checked:
     """The result of a check."""
 
     examined: tuple[Examined, ...]
-    interfaces: dict[str, str]
+    interfaces: dict[str, str]  # by host, the interface and address that it reached others from
     problems: tuple[HostProblem, ...]
 
 
@@ -99,12 +99,11 @@ def _examined(answer: Answer) -> Examined:
     except ValueError as error:
         # The last line of a traceback explains more than "printed no report".
         why = last_line(answer.stderr) or str(error)
-        return Examined(
-            answer.host,
-            None,
+        problem = (
             f"hvkit does not run there as it does here ({why}): every host needs the same "
-            f"environment at the same path, {sys.prefix}",
+            f"environment at the same path, {sys.prefix}"
         )
+        return Examined(answer.host, None, problem)
 
 
 def read_report(output: str) -> dict[str, Any]:

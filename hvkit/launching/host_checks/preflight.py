@@ -52,7 +52,9 @@ def choose_hosts(
     """Choose the hosts for the ranks, and check that each is ready.
 
     The interfaces for traffic between hosts are those that the user named, else the interface of
-    each host that the others reach it through.
+    each host that the others reach it through. With ``least``, hosts that are not ready are left
+    out, and so are the ``preempted`` ones if the others suffice; otherwise all hosts with ranks
+    must be ready. The job's command is still to be set.
     """
     with_slots = all(host.slots is not None for host in hosts)
     # A host without ranks need not be ready, unless it may take the place of another.
@@ -83,31 +85,25 @@ def choose_hosts(
     _refuse_same(facts)
     _refuse_few_open_files(hosts, facts)
     numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
-    crowded = {name: (ranks, cpus) for name, (ranks, cpus) in numbers.items() if ranks > cpus}
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
-    used, daemon_networks = by_user, _networks(by_user)
+    used = by_user
     addresses: tuple[str, ...] = ("127.0.0.1",)
     if others:
         addresses = _addresses_towards(others)
-        reached_at = {
-            host.name: [str(address) for address in addresses_of(host.name)]
-            if host.name in others
-            else addresses
-            for host in hosts
-        }
+        reached_at: dict[str, Sequence[str]] = dict.fromkeys(of_hosts, addresses)
+        reached_at |= {name: list(map(str, addresses_of(name))) for name in others}
         used = by_user or joining(of_hosts, reached_at)
-        daemon_networks = _daemon_networks(used, addresses, list(of_hosts.values()), bool(by_user))
     return Job(
         hosts,
         networks=_networks(used),
         interfaces=tuple(dict.fromkeys(interface.name for interface in used)),
-        daemon_networks=daemon_networks,
+        daemon_networks=_daemon_networks(used, addresses, list(of_hosts.values()), bool(by_user)),
         networks_asked_for=bool(names),
         addresses=addresses,
         on_this_host=not others,
-        crowded=crowded,
+        crowded={name: (ranks, cpus) for name, (ranks, cpus) in numbers.items() if ranks > cpus},
         left_out=left_out,
     )
 
@@ -139,7 +135,6 @@ def _slots(hosts: Sequence[Host]) -> int:
 
 
 def _not_ready(problems: Mapping[str, str], facts: Mapping[str, Facts]) -> LaunchError:
-    """The error if no host is ready, or if one is not and all are needed."""
     statuses = {name: found.status for name, found in facts.items()}
     (text, status), *others = {(text, statuses.get(name)) for name, text in problems.items()}
     if others or status is None:

@@ -49,7 +49,6 @@ class Facts:
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
-        """The facts about this host."""
         problem = _problem_of_folder(folder) or _problem_of_temporary_files(os.environ)
         of_command = None if problem else command.problem(folder)
         return cls(
@@ -63,7 +62,6 @@ class Facts:
         )
 
     def printed(self) -> str:
-        """The facts as a line to print."""
         return json_line(asdict(self))
 
     @classmethod

@@ -145,7 +145,6 @@ class AgentConnection:
         return agent
 
     def send(self, frame: Frame, payload: bytes = b"") -> None:
-        """Send a frame."""
         with contextlib.suppress(OSError):
             self._connection.send(frame, payload)
 
@@ -158,7 +157,6 @@ class AgentConnection:
         self.send(frame, payload)
 
     def send_json(self, frame: Frame, values: Mapping[str, Any]) -> None:
-        """Send a frame with JSON in it."""
         self.send(frame, json.dumps(values).encode())
 
     def receive_call(self, path: Path) -> None:
@@ -260,7 +258,6 @@ def packed(number: int) -> bytes:
 
 
 def unpacked(payload: bytes | bytearray) -> int:
-    """The number in a payload."""
     if len(payload) != _NUMBER_BYTES:
         raise ValueError(f"a number of {len(payload)} bytes")
     return int.from_bytes(payload, "big")

@@ -84,7 +84,6 @@ class Style:
     greetings: bool = False  # that TensorFlow and JAX print though nothing is wrong
 
     def shows(self, rank: int) -> bool:
-        """Whether this rank's output is shown."""
         return self.ranks is None or any(rank in some for some in self.ranks)
 
     @property
@@ -291,7 +290,6 @@ class LastLines:
         self._changed = 0.0
 
     def add(self, stream: Frame, data: bytes) -> None:
-        """Keep what the rank has printed."""
         self._changed = time.monotonic()
         before = self._unfinished[stream]
         if _is_bar(before) and not _DRAWS.match(data):

@@ -91,7 +91,6 @@ class RunStatus:
         return max(self.saved_in.values(), default=None)
 
     def update(self, **changes: Any) -> None:
-        """Change attributes of the ``RunState``."""
         self.now = replace(self.now, **changes)
 
     def read(self) -> dict[str, Any]:

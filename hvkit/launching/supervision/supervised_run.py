@@ -175,7 +175,6 @@ class _Supervision:
         return self.ended(status, reason)
 
     def start(self, port: int) -> None:
-        """Start the launcher, whose agents connect to this port."""
         run = self.run
         settings = asdict(replace(run.agents, host=socket.gethostname(), port=port))
         for_agents = {SUPERVISOR_VARIABLE: json.dumps(settings), KEY_VARIABLE: self.key.hex()}

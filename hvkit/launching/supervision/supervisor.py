@@ -148,7 +148,6 @@ class Supervisor:
         return any(rank.connection.silent_for() > doubt for rank in self._connected())
 
     def all_gone(self) -> bool:
-        """Whether no agent is connected."""
         return not self._connected()
 
     def state(self) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class Timeline:
         self._write("[\n")
 
     def take(self, rank: int, host: str, ahead: float | None, line: bytes) -> None:
-        """Write the spans that a rank has sent."""
         waiting = self._waiting.setdefault(rank, [])
         if ahead is None:
             if len(waiting) < _WAITING:
@@ -89,7 +88,6 @@ class Timeline:
         self._write(json.dumps(event) + ",\n")
 
     def close(self) -> None:
-        """Complete the file."""
         # Each event ends with a comma, which JSON does not allow after the last one.
         self._write(json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}) + "\n]\n")
         if self._file is not None:
