@@ -107,7 +107,12 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
         )
     given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     given = [each for each in given if each is not None]
-    _refuse_restoring(given)
+    if any(_is_one_of(each, ("BackupAndRestore",)) for each in given):
+        raise ValueError(
+            "keras.callbacks.BackupAndRestore does not work on several ranks: all would write the "
+            "same files, and each would restore by itself: use hvkit.Checkpoint(directory, "
+            "model=model, optimizer=optimizer), its restore() and its callback()"
+        )
     if group.rank != 0:
         given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
     if epoch is None:
@@ -122,16 +127,6 @@ def for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: kera
 def _is_one_of(callback: Any, names: tuple[str, ...]) -> bool:
     classes = (getattr(keras.callbacks, name, None) for name in names)
     return any(isinstance(callback, each) for each in classes if isinstance(each, type))
-
-
-def _refuse_restoring(callbacks: list[Any]) -> None:
-    for each in callbacks:
-        if _is_one_of(each, ("BackupAndRestore",)):
-            raise ValueError(
-                "keras.callbacks.BackupAndRestore does not work on several ranks: all would write "
-                "the same files, and each would restore by itself: use hvkit.Checkpoint(directory, "
-                "model=model, optimizer=optimizer), its restore() and its callback()"
-            )
 
 
 def _without_output(callback: Any) -> Any:

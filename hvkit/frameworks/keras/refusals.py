@@ -44,7 +44,12 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
     _refuse_optimizers_of_others(models, optimizers)
     if isinstance(options.strategy, Rounds | ParameterServer):
         for each in updating(optimizers):
-            refuse_own_averages(options.strategy, each)
+            if each.use_ema:
+                raise ValueError(
+                    f"{type(each).__name__} has use_ema=True, with which each rank would end fit "
+                    f"with averages of its own weights under {options.strategy}: leave use_ema "
+                    "out, or use hvkit.Synchronous()"
+                )
     if options.on_nonfinite != "ignore":
         _refuse_scaled_or_accumulated(options, models, optimizers)
 
@@ -156,16 +161,6 @@ def _refuse_optimizers_of_others(models: Sequence[Any], optimizers: Sequence[Any
             f"optimizer {names} was built for {len(updated)} other variables, none of them of "
             f"model {', '.join(repr(model.name) for model in models)}: make a new optimizer for "
             "this model"
-        )
-
-
-def refuse_own_averages(strategy: object, optimizer: Any) -> None:
-    """Raise for an optimizer that averages weights over steps where ranks train local weights."""
-    if optimizer.use_ema:
-        raise ValueError(
-            f"{type(optimizer).__name__} has use_ema=True, with which each rank would end fit with "
-            f"averages of its own weights under {strategy}: leave use_ema out, or use "
-            "hvkit.Synchronous()"
         )
 
 

@@ -173,7 +173,7 @@ class NonFinite:
     def guard(
         self, gradients: Sequence[Any], variables: Sequence[Any], update: Callable[[], None]
     ) -> None:
-        """Update, unless a rank has a gradient that is not finite. ``update`` makes no variables."""
+        """Update, without new variables, unless a rank has a gradient that is not finite."""
         if self._statistics is not None:
             self._statistics.prepare()
         with tf.device("CPU:0"):
