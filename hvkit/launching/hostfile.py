@@ -3,7 +3,6 @@
 Ambiguous input is rejected, naming file and line, with ``hvkit.errors.HostfileError``.
 """
 
-import difflib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,6 @@ _MOST_BYTES = 16 * 2**20
 _SPACE = " \t\v\f"
 _EQUALS = re.compile(rf"[{_SPACE}]*=[{_SPACE}]*")
 _KEYWORDS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
-# Other keywords that Open MPI reads or people write, each with the fix.
-_OTHER_KEYWORDS = {
-    **dict.fromkeys(("count", "cpu", "cpus", "np", "ppn"), "write slots=N"),
-    **dict.fromkeys(("slots_max", "slots-max", "max_cpu", "max-count"), "write max_slots=N"),
-    **dict.fromkeys(("user", "username", "user_name", "user-name"), "write user@host"),
-    "port": "set Port for this host in ~/.ssh/config",
-}
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
@@ -117,7 +109,10 @@ def _open_mpis_slots(words: list[str]) -> int | None:
     for word in words:
         keyword, equals, value = word.partition("=")
         if keyword not in _KEYWORDS or not equals:
-            raise HostfileError(_unknown(word))
+            raise HostfileError(
+                f"only slots=N and max_slots=N may follow the host, got {shown(word)}: a user goes "
+                "before it, user@host, and a port into ~/.ssh/config"
+            )
         kept = _KEYWORDS[keyword]
         if kept in numbers:
             raise HostfileError(f"{kept} is set twice: keep one")
@@ -128,19 +123,6 @@ def _open_mpis_slots(words: list[str]) -> int | None:
     if slots is not None and most is not None and most < slots:
         raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
     return slots
-
-
-def _unknown(word: str) -> str:
-    keyword, equals, _ = word.partition("=")
-    if not equals and keyword in _KEYWORDS:
-        return f"{keyword} must be a positive integer, got none: write {keyword}=N"
-    if not equals:
-        return f"only slots=N and max_slots=N may follow the host, got {shown(word)}"
-    if keyword in _OTHER_KEYWORDS:
-        return f"unknown keyword {shown(keyword)}: {_OTHER_KEYWORDS[keyword]}"
-    near = difflib.get_close_matches(keyword.lower(), _KEYWORDS, n=1)
-    advice = f"did you mean {near[0]}?" if near else "use slots or max_slots"
-    return f"unknown keyword {shown(keyword)}: {advice}"
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -21,19 +21,6 @@ _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 # Open MPI counts in 32 bits and overflows silently. No host has this many slots.
 _MOST_SLOTS = 65_535
 _LONGEST_SHOWN = 60
-# The syntax of other launchers, schedulers and shells, with the fix for each.
-_OTHER_SYNTAX = (
-    (
-        r"^\+",
-        " names a host by its position in another list, which hvkit does not read: write the "
-        "host's name",
-    ),
-    (r"^\^", " excludes a host from another list: delete its line"),
-    (r"^//|^/\*", ": a comment starts with #"),
-    (r"""['"]""", ": write names and numbers without quotes"),
-    (r",", ": write each host on its own line, without commas"),
-    (r"[^@]\[", ": hvkit does not expand ranges: write each host"),
-)
 
 
 @dataclass(frozen=True)
@@ -90,9 +77,6 @@ def host_word(word: str) -> tuple[str, str | None, str | None]:
 
     The host is a name, an IPv4 or an IPv6 address; without brackets in what is returned.
     """
-    for pattern, problem in _OTHER_SYNTAX:
-        if re.search(pattern, word):
-            raise HostfileError(f"{shown(word)}{problem}")
     user, at, name_and_slots = word.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise HostfileError(

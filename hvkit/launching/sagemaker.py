@@ -73,14 +73,13 @@ def wait_for_hosts(hosts: Sequence[Host]) -> None:
     deadline = time.monotonic() + _STARTED
     said = False
     while time.monotonic() < deadline:
-        answers = run_on_hosts(hosts, ["true"], _CONNECT)
-        late = [answer for answer in answers if answer.problem is not None]
+        late = [each for each in run_on_hosts(hosts, ["true"], _CONNECT) if each.problem]
         if not late:
             return
         if not said:
+            said = True
             names = ", ".join(answer.host.name for answer in late)
             logger.info("waits for %s: %s", names, late[0].problem)
-            said = True
         time.sleep(_BETWEEN_TRIES)
 
 
@@ -95,13 +94,9 @@ def follow(first: Host) -> None:
     logger.info("%s starts the ranks; this host waits until it has ended", first.name)
     seen = False
     deadline = time.monotonic() + _STARTED
-    while True:
-        problem = _session(first)
+    while (problem := _session(first)) is None or time.monotonic() < deadline:
         if problem is None:
-            seen = True
-            deadline = time.monotonic() + _ENDED
-        elif time.monotonic() > deadline:
-            break
+            seen, deadline = True, time.monotonic() + _ENDED
         time.sleep(_BETWEEN_TRIES)
     if not seen:
         raise LaunchError(f"{first.name}, which starts the ranks, cannot be reached: {problem}")

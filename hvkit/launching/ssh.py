@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvkit.host.network import is_local
 from hvkit.launching.allocation import SLURM
@@ -32,50 +32,27 @@ _SRUN_EXPORTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME")
 _SRUN_ERROR = "srun: error:"
 
 # Messages of ssh as patterns, each with its meaning and fix. The first match decides.
-_SSH_MESSAGES = (
-    (
-        r"Could not resolve hostname",
-        "its name does not resolve here: correct it, or add it to DNS or to /etc/hosts of every "
-        "host",
-    ),
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its ssh host key differs from the one known here: if the host was reinstalled, "
-        "`ssh-keygen -R {name}` removes the old key and `ssh {target}` shows the new one; else "
-        "another machine may pose as this host",
-    ),
-    (
-        r"Host key verification failed|No \S+ host key is known",
-        "its ssh host key is not known here: run `ssh {target}` once and compare the key that it "
-        "shows",
-    ),
-    (
-        r"Permission denied \(|Too many authentication failures|No more authentication methods",
-        "ssh cannot log in there without a password: `ssh-copy-id {target}` installs your key "
-        "(make one with ssh-keygen; a key with a passphrase needs ssh-agent)",
-    ),
-    (
-        r"Connection refused",
-        "it is up but nothing listens on its ssh port: start sshd there, or set the Port for it in "
-        "~/.ssh/config",
-    ),
-    (
-        r"timed out",
-        "nothing answers on its ssh port: is it on, and does a firewall block the port?",
-    ),
-    (
-        r"No route to host|Network is unreachable",
-        "no route to it: is it on, and is it in this host's network?",
-    ),
-    (
-        r"kex_exchange_identification|Connection (closed|reset) by",
-        "it closes ssh connections before login: see its sshd's log (MaxStartups, AllowUsers)",
-    ),
-    (
-        r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad",
-        "ssh rejects its own configuration: correct ~/.ssh/config",
-    ),
-)
+_SSH_MESSAGES = {
+    r"Could not resolve hostname": "its name does not resolve here: correct it, or add it to DNS "
+    "or to /etc/hosts of every host",
+    r"REMOTE HOST IDENTIFICATION HAS CHANGED": "its ssh host key differs from the one known "
+    "here: if the host was reinstalled, `ssh-keygen -R {name}` removes the old key and `ssh "
+    "{target}` shows the new one; else another machine may pose as this host",
+    r"Host key verification failed|No \S+ host key is known": "its ssh host key is not known "
+    "here: run `ssh {target}` once and compare the key that it shows",
+    r"Permission denied \(|Too many authentication failures|No more authentication methods": "ssh "
+    "cannot log in there without a password: `ssh-copy-id {target}` installs your key (make one "
+    "with ssh-keygen; a key with a passphrase needs ssh-agent)",
+    r"Connection refused": "it is up but nothing listens on its ssh port: start sshd there, or "
+    "set the Port for it in ~/.ssh/config",
+    r"timed out": "nothing answers on its ssh port: is it on, and does a firewall block the port?",
+    r"No route to host|Network is unreachable": "no route to it: is it on, and is it in this "
+    "host's network?",
+    r"kex_exchange_identification|Connection (closed|reset) by": "it closes ssh connections "
+    "before login: see its sshd's log (MaxStartups, AllowUsers)",
+    r"Bad configuration option|Bad owner or permissions|terminating, \d+ bad": "ssh rejects its "
+    "own configuration: correct ~/.ssh/config",
+}
 
 
 @dataclass(frozen=True)
@@ -83,17 +60,18 @@ class Answer:
     """The result of a command on a host."""
 
     host: Host
-    status: int | None
+    status: int | None  # of the command; None if it did not run, or did not end in time
     stdout: str
-    stderr: str
-    problem: str | None
+    stderr: str  # of the command and of ssh
+    problem: str | None  # why it could not run, with the fix
 
 
 @dataclass(frozen=True)
 class RemoteShell:
     """A way to run commands on other hosts."""
 
-    command: Callable[[Host, Sequence[str], float], list[str]]
+    command: Callable[[Host, Sequence[str], float], list[str]]  # within a number of seconds
+    # Why the command did not run, from exit status and standard error; None if it ran.
     explain: Callable[[Host, int | None, str], str | None]
 
 
@@ -161,7 +139,7 @@ def explain_ssh(host: Host, status: int | None, stderr: str) -> str | None:
     if status != 255:
         return None
     target = f"{host.user}@{host.name}" if host.user else host.name
-    for pattern, meaning in _SSH_MESSAGES:
+    for pattern, meaning in _SSH_MESSAGES.items():
         if re.search(pattern, stderr):
             return meaning.format(name=host.name, target=target)
     return f"ssh failed: {last_line(stderr) or 'it printed nothing'}; try `ssh {target} true`"
@@ -187,25 +165,25 @@ SSH = RemoteShell(ssh_command, explain_ssh)
 SRUN = RemoteShell(_srun_command, _explain_srun)
 
 
+@dataclass
 class _Commands:
     """Commands that run on hosts at the same time, each in a thread; ``end`` ends all of them."""
 
-    def __init__(self, command: Sequence[str], timeout: float, shell: RemoteShell) -> None:
-        self._command = command
-        self._timeout = timeout
-        self._shell = shell
-        self._running: set[subprocess.Popen[str]] = set()
-        self._ends = False
+    command: Sequence[str]
+    timeout: float
+    shell: RemoteShell
+    running: set[subprocess.Popen[str]] = field(default_factory=set)
+    ends: bool = False
 
     def end(self) -> None:
-        self._ends = True
-        for process in list(self._running):
+        self.ends = True
+        for process in list(self.running):
             _kill(process)
 
     def run(self, host: Host) -> Answer:
-        command = self._command
-        shell = None if is_local(host.name) else self._shell  # resolving a name can take seconds
-        words = command if shell is None else shell.command(host, command, self._timeout)
+        command = self.command
+        shell = None if is_local(host.name) else self.shell  # resolving a name can take seconds
+        words = command if shell is None else shell.command(host, command, self.timeout)
         try:
             process = subprocess.Popen(
                 words,
@@ -219,27 +197,30 @@ class _Commands:
                 start_new_session=True,
             )
         except OSError as error:
-            return Answer(host, None, "", "", _not_started(words[0], error, shell is None))
+            problem = f"{words[0]} cannot be started: {error.strerror}"
+            if isinstance(error, FileNotFoundError) and shell is not None:
+                problem = "there is no ssh on this host: install it (Debian: openssh-client)"
+            return Answer(host, None, "", "", problem)
         with process:
-            self._running.add(process)
-            if self._ends:
+            self.running.add(process)
+            if self.ends:
                 _kill(process)
             try:
-                stdout, stderr = process.communicate(timeout=self._timeout)
+                stdout, stderr = process.communicate(timeout=self.timeout)
             except subprocess.TimeoutExpired:
-                text = f"`{shlex.join(command)}` did not end within {self._timeout:g} s: "
+                text = f"`{shlex.join(command)}` did not end within {self.timeout:g} s: "
                 return Answer(host, None, "", "", f"{text}is the host overloaded?")
             finally:
                 _kill(process)
-                self._running.discard(process)
+                self.running.discard(process)
         status: int | None = process.returncode
-        problem = None if shell is None else shell.explain(host, status, stderr)
-        if problem is None and status in (126, 127):
-            problem = (
+        failed = None if shell is None else shell.explain(host, status, stderr)
+        if failed is None and status in (126, 127):
+            failed = (
                 f"{command[0]} cannot be started there ({last_line(stderr) or 'not found'}): every "
                 "host needs the same environment at the same path"
             )
-        return Answer(host, None if problem else status, stdout, stderr, problem)
+        return Answer(host, None if failed else status, stdout, stderr, failed)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -247,12 +228,6 @@ def _kill(process: subprocess.Popen[str]) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _not_started(program: str, error: OSError, local: bool) -> str:
-    if isinstance(error, FileNotFoundError) and not local:
-        return "there is no ssh on this host: install it (Debian: openssh-client)"
-    return f"{program} cannot be started: {error.strerror}"
 
 
 def last_line(text: str) -> str:

@@ -172,9 +172,7 @@ def _with_restarts(request: Request, run: SupervisedRun) -> Outcome:
 
 def _report_restart(run: SupervisedRun, restarts: Restarts, outcome: Outcome) -> None:
     # A try that ended before it resumed has saved nothing itself, but earlier ones may have.
-    saved = outcome.saved
-    if saved is None:
-        saved = run.status.last_saved
+    saved = run.status.last_saved if outcome.saved is None else outcome.saved
     from_step = f"from step {saved}"
     if saved is None:
         from_step = "from the beginning, as hvkit.Checkpoint has saved nothing"

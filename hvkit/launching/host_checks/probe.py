@@ -40,25 +40,27 @@ class Facts:
     """A host, seen from itself."""
 
     hostname: str
-    version: str
-    cpus: int
+    version: str  # of its hvkit
+    cpus: int  # logical ones that this process may use; in a container at most its limit
     interfaces: tuple[Interface, ...]
-    open_files: int | None = None
-    problem: str | None = None
-    status: int | None = None
+    open_files: int | None = None  # of a process; None for no limit
+    problem: str | None = None  # why ranks cannot start there, with the fix
+    status: int | None = None  # the exit status of the ranks' command, if that cannot start
 
     @classmethod
     def here(cls, folder: str, command: RankCommand) -> "Facts":
         problem = _problem_of_folder(folder) or _problem_of_temporary_files(os.environ)
-        of_command = None if problem else command.problem(folder)
+        status = None
+        if problem is None:
+            status, problem = command.problem(folder) or (None, None)
         return cls(
             hostname=socket.gethostname(),
             version=hvkit.__version__,
             cpus=usable_cpus(),
             interfaces=tuple(interfaces()),
             open_files=soft_limit(resource.RLIMIT_NOFILE),
-            problem=of_command.text if of_command else problem,
-            status=of_command.status if of_command else None,
+            problem=problem,
+            status=status,
         )
 
     def printed(self) -> str:

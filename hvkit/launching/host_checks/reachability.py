@@ -48,20 +48,21 @@ class Reach:
 
     source: str
     target: str
-    addresses: Sequence[str]
-    failures: Sequence[str]
-    reached: str | None
-    interface: str | None
-    own_address: str | None
+    addresses: Sequence[str]  # of the target's name at the source
+    failures: Sequence[str]  # why each address failed that was tried before one succeeded
+    reached: str | None  # the address that succeeded
+    interface: str | None  # the source's
+    own_address: str | None  # of that interface
 
 
 @dataclass(frozen=True)
 class Reachability:
     """The attempts of all hosts to reach each other."""
 
-    reaches: tuple[Reach, ...] = ()
+    reaches: tuple[Reach, ...] = ()  # for every ordered pair of hosts, without the absent ones
+    # By host, the seconds that its clock is at least ahead of this host's.
     ahead: Mapping[str, float] = field(default_factory=dict)
-    absent: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # the hosts without results in time
 
 
 def connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachability:
@@ -118,20 +119,16 @@ async def _try(
     if program.stdin is not None:
         program.stdin.write(json.dumps(others).encode() + b"\n")
     line = await _next_line(program, _TRY)
-    if line is None:
-        return None
-    return [Reach(host.name, **one) for one in line["reached"]]
+    return None if line is None else [Reach(host.name, **one) for one in line["reached"]]
 
 
 async def _next_line(program: asyncio.subprocess.Process, timeout: float) -> dict[str, Any] | None:
     """The next line of a host's program, with its time of arrival; ``None`` if none comes."""
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
             while program.stdout is not None and (line := await program.stdout.readline()):
                 if (values := read_line(line.decode(errors="replace"))) is not None:
                     return {**values, "arrived": time.time()}
-    except TimeoutError:
-        pass
     return None
 
 

@@ -50,11 +50,11 @@ def test_a_written_list_is_read_as_the_same_hosts(names, slots):
         ("h1:", "host 1: slots must be a positive integer, got ''"),
         ("h1 slots=2", "host 1: must be host:slots, got 'h1 slots=2'"),
         ("h1:2 h2:2", "host 1: must be host:slots, got 'h1:2 h2:2'"),
-        ("h[1-2]:2", "host 1: 'h[1-2]:2': hvkit does not expand ranges: write each host"),
+        ("h[1-2]:2", "host 1: 'h[1-2]' is not a host name: use letters, digits, - and _ in parts"),
     ],
 )
 def test_an_invalid_list_is_an_error_that_names_the_host(text, message):
-    with pytest.raises(HostfileError, match=f"^-H: {re.escape(message)}$"):
+    with pytest.raises(HostfileError, match=f"^-H: {re.escape(message)}"):
         read_hosts_option(text)
 
 
