@@ -58,8 +58,8 @@ _RANK = "hvkit.functions.rank"
 _OF_SPAWNED = "__mp_main__"
 _MAIN = ("__main__", _OF_SPAWNED)
 
+# A function and its arguments.
 Call = tuple[Callable[..., object], tuple[object, ...], dict[str, object]]
-"""A function and its arguments."""
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -15,11 +15,9 @@ from typing import BinaryIO
 
 from hvkit.errors import is_of_full_disk
 
-VARIABLE = "HVKIT_CALL"
-"""Environment variable of ranks that run a function: the folder."""
+VARIABLE = "HVKIT_CALL"  # environment variable of ranks that run a function: the folder
 
-PREFIX = "hvkit-call-"
-"""How the names of such folders begin."""
+PREFIX = "hvkit-call-"  # how the names of such folders begin
 
 
 def call_in(folder: Path) -> Path:

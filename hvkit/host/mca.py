@@ -25,15 +25,15 @@ class Setting:
     site_file: str = "openmpi-mca-params.conf"  # below the site's
 
 
+# The interfaces for the connections between ranks.
 RANKS = Setting(("--mca", "btl_tcp_if_include"), ("btl_tcp_if_include", "btl_tcp_if_exclude"))
-"""The interfaces for the connections between ranks."""
 
-TRANSPORTS = Setting(("--mca", "btl"), ("btl",))
-"""The transports for messages between ranks."""
+TRANSPORTS = Setting(("--mca", "btl"), ("btl",))  # the transports for messages between ranks
 
+# The interfaces between the launcher of Open MPI 4 and its daemons.
 DAEMONS_4 = Setting(("--mca", "oob_tcp_if_include"), ("oob_tcp_if_include", "oob_tcp_if_exclude"))
-"""The interfaces between the launcher of Open MPI 4 and its daemons."""
 
+# The same of Open MPI 5 and newer.
 DAEMONS_5 = Setting(
     ("--prtemca", "prte_if_include"),
     ("prte_if_include", "prte_if_exclude", *DAEMONS_4.parameters),
@@ -41,14 +41,12 @@ DAEMONS_5 = Setting(
     user_file=".prte/mca-params.conf",
     site_file="prte-mca-params.conf",
 )
-"""The same of Open MPI 5 and newer."""
 
+# The variable, and its value, that turns off mpirun's support for debuggers.
+#
+# For debuggers, mpirun makes a file in a folder named after its process id, and ends with an error
+# if that exists already, left by a killed mpirun that had the same id.
 WITHOUT_TOOLS = "PRTE_MCA_pmix_tool_support", "0"
-"""The variable, and its value, that turns off mpirun's support for debuggers.
-
-For debuggers, mpirun makes a file in a folder named after its process id, and ends with an error if
-that exists already, left by a killed mpirun that had the same id.
-"""
 
 
 def without_interfaces(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,22 +13,21 @@ import stat
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+# Environment variable with the pipe's file descriptor and inode: a process that a rank starts
+# inherits the variable, but may have another file under that descriptor.
 VARIABLE = "HVKIT_REPORTS"
-"""Environment variable with the pipe's file descriptor and inode: a process that a rank starts
-inherits the variable, but may have another file under that descriptor."""
 
+# Environment variable of ranks that were started again: JSON with ``restart``, ``reason`` and
+# ``reached``, the last step that a rank had begun.
 RESTART = "HVKIT_RESTART"
-"""Environment variable of ranks that were started again: JSON with ``restart``, ``reason`` and
-``reached``, the last step that a rank had begun."""
 
-TIMELINE = "HVKIT_TIMELINE"
-"""Environment variable of ranks whose run has a timeline: 1."""
+TIMELINE = "HVKIT_TIMELINE"  # environment variable of ranks whose run has a timeline: 1
 
+# Environment variable of ranks that may be started again: the run's name, for all its tries.
 RUN_NAME = "HVKIT_RUN_NAME"
-"""Environment variable of ranks that may be started again: the run's name, for all its tries."""
 
+# Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux).
 LONGEST = 4096
-"""Bytes of a line: writes of up to so many bytes do not mix (POSIX, PIPE_BUF on Linux)."""
 
 _MEMORY = Path("/dev/shm")
 
@@ -36,46 +35,29 @@ _MEMORY = Path("/dev/shm")
 class Whereabouts(TypedDict, total=False):
     """Where a rank is in its script."""
 
-    call: str
-    """The call of hvkit that it is in; empty outside of any."""
-    waits: float
-    """For how many seconds it has waited there."""
-    where: str
-    """The line of the script."""
-    step: int
-    """The last optimizer step."""
-    made: float
-    """When it was there, by its host's clock; seconds since 1970."""
+    call: str  # the call of hvkit that it is in; empty outside of any
+    waits: float  # for how many seconds it has waited there
+    where: str  # the line of the script
+    step: int  # the last optimizer step
+    made: float  # when it was there, by its host's clock; seconds since 1970
 
 
 class RunReport(TypedDict, total=False):
     """A report of a rank, with some of these values; ``hvkit.launching.supervision`` reads it."""
 
-    starting: bool
-    """Whether it waits for Horovod to start."""
-    pid: int
-    """Its process, once Horovod runs."""
+    starting: bool  # whether it waits for Horovod to start
+    pid: int  # its process, once Horovod runs
     now: Whereabouts
-    spans: list[list[Any]]
-    """For the timeline, see ``hvkit.watch.spans``."""
-    speed: float
-    """Samples a second."""
-    saved: int
-    """The step of a checkpoint that was saved or resumed, in ``directory``."""
-    resumes: int | None
-    """The step of the checkpoint that was found in ``directory``; None for none."""
-    directory: str
-    """A short name of it."""
-    replica: bool
-    """Whether its host keeps checkpoints in memory."""
-    cause: str
-    """Why the ranks end the run together."""
-    refused: bool
-    """Whether hvkit has refused an argument, which ends the rank."""
-    terminated: bool
-    """Whether it got SIGTERM."""
-    left: bool
-    """Whether it has saved after that, and ends."""
+    spans: list[list[Any]]  # for the timeline, see ``hvkit.watch.spans``
+    speed: float  # samples a second
+    saved: int  # the step of a checkpoint that was saved or resumed, in ``directory``
+    resumes: int | None  # the step of the checkpoint that was found in ``directory``; None for none
+    directory: str  # a short name of it
+    replica: bool  # whether its host keeps checkpoints in memory
+    cause: str  # why the ranks end the run together
+    refused: bool  # whether hvkit has refused an argument, which ends the rank
+    terminated: bool  # whether it got SIGTERM
+    left: bool  # whether it has saved after that, and ends
 
 
 def address_of(descriptor: int) -> str:

@@ -15,8 +15,8 @@ from hvkit.launching.launchers import Launcher
 from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.log import logger
 
+# The variables from which an agent knows its supervisor.
 SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
-"""The variables from which an agent knows its supervisor."""
 
 # Variables that the launcher itself needs: kept also where it sends its whole environment.
 _SLURM_PREFIXES = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")

@@ -36,11 +36,11 @@ from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
 from hvkit.wording import counted
 
+# ``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI.
 LAUNCHERS = ("mpirun", "horovodrun", "gloo")
-"""``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI."""
 
+# All names of the option for the number of ranks.
 NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")
-"""All names of the option for the number of ranks."""
 
 # The most ranks on a host that -np starts without -H: a larger number is probably a typing error.
 _MOST_RANKS = 16

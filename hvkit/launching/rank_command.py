@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from hvkit.errors import UsageError
 
-NOT_FOUND = 127
-"""Exit status where a shell finds no such command."""
+NOT_FOUND = 127  # exit status where a shell finds no such command
 
-NOT_EXECUTABLE = 126
-"""Exit status where a shell finds the command and cannot start it."""
+NOT_EXECUTABLE = 126  # exit status where a shell finds the command and cannot start it
 
 _SCRIPT = ".py"
 # How the first line of a script begins that names its interpreter.

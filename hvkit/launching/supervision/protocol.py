@@ -25,14 +25,11 @@ from typing import Any
 from hvkit.connections import HEADER_BYTES, Connection, ConnectionLost, connect, keep_alive
 from hvkit.host import call_folder
 
-KEY_VARIABLE = "HVKIT_RUN_KEY"
-"""Environment variable with the key of the run, in hexadecimal."""
+KEY_VARIABLE = "HVKIT_RUN_KEY"  # environment variable with the key of the run, in hexadecimal
 
-SUPERVISOR_VARIABLE = "HVKIT_RUN"
-"""Environment variable with the ``AgentSettings`` in JSON."""
+SUPERVISOR_VARIABLE = "HVKIT_RUN"  # environment variable with the ``AgentSettings`` in JSON
 
-CANNOT_RUN = 127
-"""The status that shells and agents return for a command they cannot run."""
+CANNOT_RUN = 127  # the status that shells and agents return for a command they cannot run
 
 _AGENT = "hvkit.launching.supervision.agent"
 # Before a word that a launcher might read, or that begins with the mark itself.
@@ -41,55 +38,40 @@ _MARKED = (_MARK, "-", ":")
 
 _NUMBER_BYTES = 4
 
-LONGEST_FRAME = 1 << 16
-"""Bytes of the longest frame, without its header."""
+LONGEST_FRAME = 1 << 16  # bytes of the longest frame, without its header
 
+# Bytes of output, or of a file, in a frame; small, so that several fit into the window.
 PIECE = 1 << 14
-"""Bytes of output, or of a file, in a frame; small, so that several fit into the window."""
 
-WINDOW = 1 << 16
-"""Bytes of output, with headers, that an agent may send ahead of the supervisor."""
+WINDOW = 1 << 16  # bytes of output, with headers, that an agent may send ahead of the supervisor
 
+# Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead.
 RECEIVE_BUFFER = 4 * WINDOW
-"""Bytes of the supervisor's receive buffer, larger since the kernel includes its own overhead."""
 
 
 class Frame(IntEnum):
     """The types of frames. An agent sends those up to ``CLOCK``, the supervisor the others."""
 
-    HELLO = 1
-    """Rank and host, and whether it wants the call (``CALL``), in JSON."""
-    STDOUT = 2
-    """Bytes that the command wrote to its standard output."""
-    STDERR = 3
-    """Bytes that the command wrote to its standard error."""
-    STOPPED = 4
-    """The command is being ended, by the supervisor or for instance by the launcher."""
-    ENDED = 5
-    """How the command ended, in JSON."""
-    REPORT = 6
-    """A report of the rank, see ``hvkit.host.run_reports``: a line of JSON."""
+    HELLO = 1  # rank and host, and whether it wants the call (``CALL``), in JSON
+    STDOUT = 2  # bytes that the command wrote to its standard output
+    STDERR = 3  # bytes that the command wrote to its standard error
+    STOPPED = 4  # the command is being ended, by the supervisor or for instance by the launcher
+    ENDED = 5  # how the command ended, in JSON
+    REPORT = 6  # a report of the rank, see ``hvkit.host.run_reports``: a line of JSON
+    # The rank's latest spans, see ``hvkit.watch.spans``: a line of JSON. Counts as output.
     SPANS = 11
-    """The rank's latest spans, see ``hvkit.watch.spans``: a line of JSON. Counts as output."""
+    # A piece of the file with what the function has returned or raised on another host; a SEAL
+    # follows the last. Counts as output.
     OUTCOME = 14
-    """A piece of the file with what the function has returned or raised on another host; a SEAL
-    follows the last. Counts as output."""
-    CLOCK = 12
-    """The number of an ASK, and this host's ``time.monotonic()``, in JSON."""
-    TAKEN = 7
-    """The number of bytes of output that the supervisor has read since the last TAKEN."""
-    SIGNAL = 8
-    """The number of a signal to send to the command."""
-    STOP = 9
-    """End the command within this number of milliseconds."""
-    INTERRUPT = 10
-    """Send the command the signal of Ctrl-C; a STOP follows if it does not end."""
-    ASK = 13
-    """A number; a CLOCK answers it."""
-    CALL = 15
-    """A piece of the file with the function to call; a SEAL follows the last."""
+    CLOCK = 12  # the number of an ASK, and this host's ``time.monotonic()``, in JSON
+    TAKEN = 7  # the number of bytes of output that the supervisor has read since the last TAKEN
+    SIGNAL = 8  # the number of a signal to send to the command
+    STOP = 9  # end the command within this number of milliseconds
+    INTERRUPT = 10  # send the command the signal of Ctrl-C; a STOP follows if it does not end
+    ASK = 13  # a number; a CLOCK answers it
+    CALL = 15  # a piece of the file with the function to call; a SEAL follows the last
+    # From both: a digest of the file before it (``sealed``), since what is in it is executed.
     SEAL = 16
-    """From both: a digest of the file before it (``sealed``), since what is in it is executed."""
 
 
 def agent_command(command: Sequence[str]) -> tuple[str, ...]:

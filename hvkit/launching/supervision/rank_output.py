@@ -29,8 +29,7 @@ _HELD = 3.0
 
 _LOG = "rank-{}.log"
 
-LAST_LINES = 20
-"""Number of a rank's last lines that are kept."""
+LAST_LINES = 20  # number of a rank's last lines that are kept
 
 # Seconds: an older line does not explain why a rank has ended.
 _OLD = 60.0

@@ -43,12 +43,9 @@ _PAUSE = 0.5
 class RankReport(Whereabouts, total=False):
     """Where a rank is; moments are as of ``time.monotonic``."""
 
-    moved: float
-    """When the first report with this step came."""
-    speed: float | None
-    """Samples a second, with ``hvkit.Monitor``."""
-    at: float
-    """When it was there."""
+    moved: float  # when the first report with this step came
+    speed: float | None  # samples a second, with ``hvkit.Monitor``
+    at: float  # when it was there
 
 
 class RankState(RankReport):

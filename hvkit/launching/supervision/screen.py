@@ -22,8 +22,7 @@ from typing import IO, BinaryIO
 from hvkit import threads
 from hvkit.launching.supervision.protocol import Frame
 
-LAUNCHER_LOG = "launcher.log"
-"""Name of the log file of the launcher's own output."""
+LAUNCHER_LOG = "launcher.log"  # name of the log file of the launcher's own output
 
 # Progress bars begin so, to draw over what is there.
 _DRAWS_OVER = re.compile(rb"[\b]*\r")

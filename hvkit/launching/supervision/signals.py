@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+# Those that end the run, with an exit status of 128 plus the signal's number.
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that end the run, with an exit status of 128 plus the signal's number."""
 
-COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Those that go to the command of every rank."""
+COMMAND_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # those that go to the command of every rank
 
 
 # A batch system and a launcher may both pass on the same signal. After so many seconds, another
