@@ -8,15 +8,14 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.tags import sys_tags
 
-from hvkit.build.cuda import cuda_for
-from hvkit.build.frameworks import NAMES, InstalledFramework, find_frameworks, title
+from hvkit.build.frameworks import NAMES, InstalledFramework, title
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import (
     Mpi,
@@ -38,31 +37,13 @@ _ARCHITECTURE = "HOROVOD_BUILD_ARCH_FLAGS"
 _GLIBC_OF_LIBSTDCXX = ((24, 17), (28, 31), (29, 34), (30, 35), (33, 39))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: Any) -> bool:
-    return isinstance(value, Iterable) and all(map(_is_text, value))
-
-
 def _maps_texts(value: Any) -> bool:
-    return isinstance(value, dict) and _is_texts([*value, *value.values()])
-
-
-# What each fact is, in a file that anybody may have written.
-_FACTS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("horovod", "patches", "python", "platform", "mpi"), _is_text),
-    **dict.fromkeys(("cpu", "search"), _is_texts),
-    "frameworks": lambda value: _maps_texts(value) and value.keys() <= {*NAMES},
-    "cuda": lambda value: value is None or _is_text(value),
-    "options": _maps_texts,
-}
+    return isinstance(value, dict) and all(isinstance(v, str) for v in [*value, *value.values()])
 
 
 @dataclass(frozen=True)
 class Abi:
-    """The facts about the libraries of a wheel: what they were built for, and what they need."""
+    """What the libraries of a wheel were built for, and what they need."""
 
     horovod: str  # the version of Horovod's source
     patches: str  # the digest of hvkit's patches
@@ -77,19 +58,22 @@ class Abi:
 
     @property
     def text(self) -> str:
-        """The facts as JSON."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Abi":
-        """The facts of a parsed ``text``."""
+        """The facts of a parsed ``text``, which anybody may have written; else a BuildError."""
         try:
             lists = {name: tuple(facts[name]) for name in ("cpu", "search")}
             found = cls(**{**facts, **lists})
         except (TypeError, KeyError) as error:
             raise BuildError(f"facts of another version of hvkit: {error}") from error
-        if wrong := [name for name, fits in _FACTS.items() if not fits(getattr(found, name))]:
-            raise BuildError(f"facts of another version of hvkit: {', '.join(wrong)}")
+        texts = [found.horovod, found.patches, found.python, found.platform, found.mpi]
+        texts += [*found.cpu, *found.search, found.cuda or ""]
+        maps = _maps_texts(found.frameworks) and _maps_texts(found.options)
+        known = maps and found.frameworks.keys() <= {*NAMES}
+        if not known or not all(isinstance(text, str) for text in texts):
+            raise BuildError("facts of another version of hvkit")
         return found
 
 
@@ -103,19 +87,7 @@ class Machine:
     environ: Mapping[str, str]  # the environment
 
     def framework(self, name: str) -> InstalledFramework | None:
-        """The framework of that name, if Horovod should serve it."""
         return next((found for found in self.frameworks if found.name == name), None)
-
-
-def this_machine(
-    mpi: Mpi,
-    without: Collection[str] = (),
-    gpu: str = "auto",
-    environ: Mapping[str, str] = os.environ,
-) -> Machine:
-    """The machine that hvkit runs on; needs no compiler. ``gpu`` is as in ``BuildOptions``."""
-    frameworks = find_frameworks(without)
-    return Machine(frameworks, mpi, cuda_for(gpu, frameworks, environ), environ)
 
 
 def abi_of(libraries: Sequence[Path], toolchain: Toolchain, environ: Mapping[str, str]) -> Abi:
@@ -142,41 +114,23 @@ def abi_of(libraries: Sequence[Path], toolchain: Toolchain, environ: Mapping[str
 
 def misfits(abi: Abi, machine: Machine) -> list[str]:
     """Why a wheel does not fit a machine; empty if it does."""
-    return [
-        reason
-        for reason in (
-            _source(abi),
-            _python(abi),
-            _processor(abi),
-            *(_framework(name, built, machine) for name, built in abi.frameworks.items()),
-            _mpi(abi, machine),
-            _gpu(abi, machine),
-            _options(abi, machine),
-        )
-        if reason
-    ]
+    frameworks = (_framework(name, built, machine) for name, built in abi.frameworks.items())
+    others = (_mpi(abi, machine), _gpu(abi, machine), _options(abi, machine))
+    return [*_of_host(abi), *filter(None, [*frameworks, *others])]
 
 
-def _source(abi: Abi) -> str | None:
+def _of_host(abi: Abi) -> Iterator[str]:
+    here, features = str(sysconfig.get_config_var("SOABI")), cpu_features()
     if abi.horovod != VERSION:
-        return f"it is Horovod {abi.horovod}, this hvkit takes {VERSION}"
-    if abi.patches != patches_digest(PATCHES):
-        return "another version of hvkit built it, with other patches"
-    return None
-
-
-def _python(abi: Abi) -> str | None:
-    here = str(sysconfig.get_config_var("SOABI"))
+        yield f"it is Horovod {abi.horovod}, this hvkit takes {VERSION}"
+    elif abi.patches != patches_digest(PATCHES):
+        yield "another version of hvkit built it, with other patches"
     if abi.python != here:
-        return f"it is for Python's ABI {abi.python}, this is {here}"
-    if abi.platform not in {tag.platform for tag in sys_tags()}:
-        return f"it needs {abi.platform}, which the C library here is too old for"
-    return None
-
-
-def _processor(abi: Abi) -> str | None:
-    lacking = [feature for feature in abi.cpu if feature not in cpu_features()]
-    return f"it uses {', '.join(lacking)}, which this processor lacks" if lacking else None
+        yield f"it is for Python's ABI {abi.python}, this is {here}"
+    elif abi.platform not in {tag.platform for tag in sys_tags()}:
+        yield f"it needs {abi.platform}, which the C library here is too old for"
+    if lacking := [feature for feature in abi.cpu if feature not in features]:
+        yield f"it uses {', '.join(lacking)}, which this processor lacks"
 
 
 def _framework(name: str, built: str, machine: Machine) -> str | None:
@@ -229,11 +183,8 @@ def _gpu(abi: Abi, machine: Machine) -> str | None:
 def _options(abi: Abi, machine: Machine) -> str | None:
     here = user_build_options(machine.environ)
     names = [n for n in sorted({*here, *abi.options}) if here.get(n) != abi.options.get(n)]
-    if not names:
-        return None
-    return (
-        f"the environment changes the build, and it was built with other values: {', '.join(names)}"
-    )
+    why = "the environment changes the build, and it was built with other values"
+    return f"{why}: {', '.join(names)}" if names else None
 
 
 def _header(library: Path) -> str:
@@ -251,11 +202,7 @@ def _platform(header: str) -> str:
     machine = sysconfig.get_platform().rpartition("-")[2]
     glibc = max((int(minor) for minor in re.findall(r"\bGLIBC_2\.(\d+)", header)), default=17)
     needed = max((int(minor) for minor in re.findall(r"\bGLIBCXX_3\.4\.(\d+)", header)), default=0)
-    for libstdcxx, its_glibc in _GLIBC_OF_LIBSTDCXX:
-        if needed <= libstdcxx:
-            tag = f"manylinux_2_{max(glibc, its_glibc, 17)}_{machine}"
-            break
-    else:
-        tag = f"linux_{machine}"
     # A compiler may be newer than any distribution's with this C library.
+    its_glibc = next((libc for cxx, libc in _GLIBC_OF_LIBSTDCXX if needed <= cxx), 10**6)
+    tag = f"manylinux_2_{max(glibc, its_glibc)}_{machine}"
     return tag if tag in {each.platform for each in sys_tags()} else f"linux_{machine}"

@@ -42,7 +42,7 @@ def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
         scratch = Path(folder, "scratch")
         scratch.mkdir()
         environ = build_environment(toolchain, jobs, find_cmake(), scratch)
-        environ["HOROVOD_LOCAL_VERSION"] = key.local_version
+        environ["HOROVOD_LOCAL_VERSION"] = f"hvkit{key.digest}"
         log = _new_log(key)
         announce(f"building Horovod {VERSION} for {toolchain}")
         announce(f"{len(applied)} patches applied, {jobs} files compiled at once; log: {log}")
@@ -57,8 +57,7 @@ def fetch_source() -> Path:
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
         downloaded = _download(Path(folder), archive)
-        found = _sha256(downloaded)
-        if found != SHA256:
+        if (found := _sha256(downloaded)) != SHA256:
             raise BuildError(
                 f"{ARCHIVE} is not the official Horovod {VERSION}: its SHA-256 is {found}, "
                 f"expected {SHA256}. Check which package index pip uses with `pip config list`"

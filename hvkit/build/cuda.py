@@ -45,11 +45,6 @@ class Toolkit:
     version: str  # its major and minor version, ``13.0``
 
     @property
-    def nvcc(self) -> Path:
-        """The compiler itself, not a script that starts it."""
-        return self.home / "bin" / "nvcc"
-
-    @property
     def missing(self) -> list[str]:
         """The files that Horovod's build needs and this toolkit lacks."""
         targets = sorted(self.home.glob("targets/*"))
@@ -90,7 +85,7 @@ def has_nvidia_gpu(devices: Path = Path("/dev")) -> bool:
 def toolkit_for(
     choice: str, frameworks: Sequence[InstalledFramework], environ: Mapping[str, str] = os.environ
 ) -> Toolkit | None:
-    """The toolkit for a build for NCCL; ``None`` for a build without GPUs.
+    """The toolkit for a build for NCCL; ``None`` for a build without GPUs. See ``cuda_for``.
 
     Call ``fetch_toolkit`` before using it.
     """
@@ -109,7 +104,8 @@ def cuda_for(
 ) -> str | None:
     """The CUDA version that Horovod should support here; ``None`` for none.
 
-    ``choice`` is as for ``toolkit_for``.
+    ``choice`` is one of ``CHOICES``: ``auto`` prints why a GPU cannot be used, ``nccl`` raises it,
+    and ``HOROVOD_GPU_OPERATIONS=NCCL`` turns ``auto`` into ``nccl``.
     """
     if choice == "none":
         return None
@@ -140,19 +136,18 @@ def toolkit_of(version: str, environ: Mapping[str, str] = os.environ) -> Toolkit
     """
     found = list(system_toolkits(environ))
     complete = [toolkit for toolkit in found if not toolkit.missing]
-    for toolkit in complete:
-        if toolkit.version == version:
-            return toolkit
+    of_major = [each for each in complete if _major(each.version) == _major(version)]
+    if exact := [each for each in of_major if each.version == version]:
+        return exact[0]
     if _major(version) >= _FIRST_WITH_NVCC:
         return Toolkit(_cached(version), version)
-    for toolkit in complete:
-        if _major(toolkit.version) == _major(version):
-            return toolkit
-    faults = {
-        toolkit: f"has no {', '.join(toolkit.missing)}" if toolkit.missing else "is another version"
-        for toolkit in found
-    }
-    seen = "; ".join(f"CUDA {one.version} in {one.home} {fault}" for one, fault in faults.items())
+    if of_major:
+        return of_major[0]
+    seen = "; ".join(
+        f"CUDA {each.version} in {each.home} "
+        + (f"has no {', '.join(each.missing)}" if each.missing else "is another version")
+        for each in found
+    )
     raise BuildError(
         f"there is no toolkit for CUDA {version} ({seen or 'no nvcc at all'}). Install CUDA "
         f"{version} and set CUDA_HOME to its folder, or install a PyTorch for CUDA "
@@ -235,14 +230,13 @@ def complete_wheels(unpacked: Path) -> Path:
 
 def _cuda_version(frameworks: Sequence[InstalledFramework]) -> str:
     """The CUDA version to build for: PyTorch's if installed, whose headers include CUDA's."""
-    versions = {framework: framework.cuda for framework in frameworks}
-    for framework, version in versions.items():
-        if version is None and framework.name == "pytorch":
+    for framework in frameworks:
+        if framework.name == "pytorch" and framework.cuda is None:
             raise BuildError(
                 f"{framework} is a build for CPUs. Install PyTorch's build for CUDA, or leave "
                 "PyTorch out with `--without pytorch`"
             )
-    known = [version for version in versions.values() if version]
+    known = [version for each in frameworks if (version := each.cuda)]
     if not known:
         raise BuildError(
             f"{' and '.join(map(str, frameworks))} cannot use GPUs. Install a build for CUDA: "
@@ -253,18 +247,14 @@ def _cuda_version(frameworks: Sequence[InstalledFramework]) -> str:
 
 def _requires_nccl(environ: Mapping[str, str]) -> bool:
     """Whether Horovod's own variables require a build for NCCL."""
-    others = {
-        name: value
-        for name, value in environ.items()
-        if name.startswith("HOROVOD_GPU") and value and value not in ("NCCL", "CUDA")
-    }
-    for name, value in others.items():
-        raise BuildError(
-            f"{name}={value} in the environment: hvkit builds Horovod for NCCL or without GPUs. "
-            "Unset the variable, or choose with `--gpu nccl` or `--gpu none`"
-        )
-    gpu_variables = (name for name in environ if name.startswith("HOROVOD_GPU"))
-    return any(environ[name] == "NCCL" for name in gpu_variables)
+    given = {n: value for n, value in environ.items() if n.startswith("HOROVOD_GPU") and value}
+    for name, value in given.items():
+        if value not in ("NCCL", "CUDA"):
+            raise BuildError(
+                f"{name}={value} in the environment: hvkit builds Horovod for NCCL or without "
+                "GPUs. Unset the variable, or choose with `--gpu nccl` or `--gpu none`"
+            )
+    return "NCCL" in given.values()
 
 
 def _cached(version: str) -> Path:

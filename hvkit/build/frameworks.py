@@ -12,19 +12,13 @@ from hvkit.errors import BuildError
 DISTRIBUTIONS = {
     "pytorch": ("torch",),
     "tensorflow": (
-        "tensorflow",
-        "tensorflow-cpu",
-        "tensorflow-gpu",
-        "tensorflow-rocm",
-        "tensorflow-cpu-aws",
-        "intel-tensorflow",
-        "tf-nightly",
-        "tf-nightly-cpu",
+        *("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm"),
+        *("tensorflow-cpu-aws", "intel-tensorflow", "tf-nightly", "tf-nightly-cpu"),
     ),
 }
 NAMES = tuple(DISTRIBUTIONS)
 _TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
-_MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
+MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 # The file of each framework that records its CUDA version, and the record's pattern.
 _CUDA_RECORDS = {
     "pytorch": ("torch/version.py", r"^cuda\b[^=\n]*=\s*['\"](\d+\.\d+)"),
@@ -34,20 +28,16 @@ _CUDA_RECORDS = {
 
 @dataclass(frozen=True)
 class InstalledFramework:
-    """An installed framework."""
-
     name: str  # ``pytorch`` or ``tensorflow``
-    version: str  # its full version, for instance ``2.13.0+cpu``
+    version: str  # in full, for instance ``2.13.0+cpu``
     location: Path  # the folder that contains its package
 
     @property
     def module(self) -> str:
-        """The name of its Python module."""
-        return _MODULES[self.name]
+        return MODULES[self.name]
 
     @property
     def cuda(self) -> str | None:
-        """The CUDA version that it was built for; see ``cuda_version``."""
         return cuda_version(self.name, self.location)
 
     def __str__(self) -> str:
@@ -55,7 +45,6 @@ class InstalledFramework:
 
 
 def title(name: str) -> str:
-    """A framework's name as its makers write it: ``PyTorch`` for ``pytorch``."""
     return _TITLES[name]
 
 
@@ -70,19 +59,17 @@ def distribution(name: str) -> metadata.Distribution | None:
 def find_frameworks(without: Collection[str] = ()) -> tuple[InstalledFramework, ...]:
     """The installed frameworks, except those named in ``without``."""
     installed = [found for name in NAMES if (found := _find(name)) is not None]
-    wanted = tuple(framework for framework in installed if framework.name not in without)
-    if not wanted:
-        if installed:
-            names = " and ".join(map(str, installed))
-            raise BuildError(
-                f"no framework to build Horovod for: {names} left out by --without. "
-                "Leave out at most one of them"
-            )
+    if wanted := tuple(each for each in installed if each.name not in without):
+        return wanted
+    if installed:
         raise BuildError(
-            "no framework installed: hvkit builds Horovod for the installed PyTorch and "
-            "TensorFlow. Install one first: `pip install torch` or `pip install tensorflow-cpu`"
+            f"no framework to build Horovod for: {' and '.join(map(str, installed))} left out by "
+            "--without. Leave out at most one of them"
         )
-    return wanted
+    raise BuildError(
+        "no framework installed: hvkit builds Horovod for the installed PyTorch and TensorFlow. "
+        "Install one first: `pip install torch` or `pip install tensorflow-cpu`"
+    )
 
 
 def cuda_version(name: str, location: Path) -> str | None:

@@ -59,11 +59,11 @@ CONDITIONS = {"02-no-xla-ops.patch": tensorflow_lacks_xla_headers}
 class Hunk:
     """One place that a patch changes."""
 
-    file: str  # the file, relative to the root of the source
+    file: str  # relative to the root of the source
     number: int  # which hunk of this file it is, from 1
-    line: int  # the line, from 1, at which it begins in the changed file
-    old: list[str]  # the lines that must be there
-    new: list[str]  # the lines that replace them
+    line: int  # from 1, at which it begins in the changed file
+    old: list[str]
+    new: list[str]
 
 
 def apply_patches(folder: Path, source: Path, toolchain: Toolchain) -> list[str]:
@@ -138,12 +138,8 @@ def _apply(hunk: Hunk, patch: Path, path: Path) -> None:
     for number, expected in enumerate(hunk.old, start):
         found = lines[number] if number < len(lines) else None
         if found != expected:
-            raise _fault(
-                patch,
-                hunk.file,
-                hunk.number,
-                f"expects {expected!r} in line {number + 1}, found {found!r}",
-            )
+            problem = f"expects {expected!r} in line {number + 1}, found {found!r}"
+            raise _fault(patch, hunk.file, hunk.number, problem)
     lines[start:end] = hunk.new
     path.write_bytes("\n".join(lines).encode())
 

@@ -1,8 +1,8 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,17 +15,17 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hvkit.build import ready_wheels
-from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits, this_machine
+from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
-from hvkit.build.cuda import toolkit_for
-from hvkit.build.frameworks import distribution
+from hvkit.build.cuda import cuda_for, toolkit_for
+from hvkit.build.frameworks import distribution, find_frameworks
 from hvkit.build.horovod_patches import VERSION
 from hvkit.build.ready_wheels import Choice, shown
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
-from hvkit.build.wheels import Key, find_wheel, join, key_of, lock, require_writable_cache
+from hvkit.build.wheels import find_wheel, join, key_of, lock, require_writable_cache
 from hvkit.errors import BuildError, is_of_full_disk
-from hvkit.host.system import claim
+from hvkit.host.system import claim, run
 
 # Two wheels of one framework may fit: one for its version, one for a neighbour of it.
 _TRIES = 2
@@ -85,8 +85,10 @@ def installed_abi() -> Abi | None:
 def _install_horovod(options: BuildOptions) -> None:
     if options.wheel_dir:
         ready_wheels.require_writable(options.wheel_dir)
-    if options.install:
-        _claim_environment()
+    if options.install and not claim(claim_of_environment()):
+        announce("another process is installing Horovod into this Python; waiting")
+        while not claim(claim_of_environment()):
+            time.sleep(_TICK)
     if options.wheels and not options.force and _install_ready(options.wheels, options):
         return
     require_writable_cache()
@@ -96,39 +98,33 @@ def _install_horovod(options: BuildOptions) -> None:
     with lock(key, lambda: announce("another process is building the same Horovod; waiting")):
         current = installed_version() == key.version and not options.force
         if not current or options.wheel_dir:
-            wheel = _wheel(toolchain, key, options)
+            wheel = None if options.force else find_wheel(key)
+            if wheel:
+                announce(f"using the cached wheel: {wheel}")
+            else:
+                wheel = build(toolchain, key, options.jobs or default_jobs())
             if options.wheel_dir:
                 announce(f"wheel: {ready_wheels.add(wheel, options.wheel_dir)}")
-        if not options.install:
-            return
-        if current:
-            announce(f"Horovod {VERSION} for {toolchain} is installed already")
-            return
-        install(wheel)
-        check(toolchain)
-    announce(f"Horovod {VERSION} is installed for {toolchain}")
-
-
-def _claim_environment() -> None:
-    """Wait for other processes of this user that install Horovod into this Python.
-
-    Each would take away the files that another is trying. The claim holds until this process ends.
-    """
-    if not claim(claim_of_environment()):
-        announce("another process is installing Horovod into this Python; waiting")
-        while not claim(claim_of_environment()):
-            time.sleep(_TICK)
+            if options.install and not current:
+                install(wheel)
+                check(toolchain)
+    if options.install:
+        already = " already" if current else ""
+        announce(f"Horovod {VERSION} for {toolchain} is installed{already}")
 
 
 def claim_of_environment() -> str:
-    """The name of the claim on this Python's packages."""
+    """The name of the claim on this Python's packages, which a process holds until it ends.
+
+    Each process would take away the files that another is trying.
+    """
     return f"install-horovod {sys.prefix}"
 
 
 def _install_ready(source: str, options: BuildOptions) -> bool:
     """Install a wheel from a folder or URL; False, with the reason printed, if none will do."""
-    mpi = find_launching_mpi()
-    machine = this_machine(mpi, options.without, options.gpu)
+    mpi, frameworks = find_launching_mpi(), find_frameworks(options.without)
+    machine = Machine(frameworks, mpi, cuda_for(options.gpu, frameworks), os.environ)
     installed = installed_abi()
     try:
         found, refused = ready_wheels.choices(source, machine)
@@ -141,11 +137,10 @@ def _install_ready(source: str, options: BuildOptions) -> bool:
     for choice in found[:_TRIES]:
         try:
             _install_choice(choice, source)
+            announce(f"Horovod {VERSION} is installed from {choice}")
+            return True
         except BuildError as error:
             refused.append(f"{choice}: {error}")
-            continue
-        announce(f"Horovod {VERSION} is installed from {choice}")
-        return True
     announce(f"no wheel in {shown(source)} fits; so Horovod is built here")
     for reason in refused or ["there are no wheels"]:
         announce(f"    {reason}")
@@ -179,24 +174,11 @@ def _try(wheel: Path, folder: Path) -> None:
     if missing := unmet(tried.requires):
         run_pip(["install", *map(str, missing)], f"installing what {wheel.name} needs failed")
     paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
-    done = subprocess.run(
-        [sys.executable, "-m", "hvkit.doctor.self_test"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
-    if done.returncode != 0:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = run([sys.executable, "-m", "hvkit.doctor.self_test"], None, environ)
+    assert done is not None
+    if done.status != 0:
         raise BuildError(f"its self-test fails: {(done.stderr or done.stdout).strip()}")
-
-
-def _wheel(toolchain: Toolchain, key: Key, options: BuildOptions) -> Path:
-    cached = find_wheel(key)
-    if cached and not options.force:
-        announce(f"using the cached wheel: {cached}")
-        return cached
-    return build(toolchain, key, options.jobs or default_jobs())
 
 
 def install(wheel: Path) -> None:
@@ -210,35 +192,25 @@ def install(wheel: Path) -> None:
 
 def unmet(requirements: Iterable[str] | None) -> list[Requirement]:
     """Those of a distribution's requirements that this Python lacks."""
-    return [each for text in requirements or () if (each := _unmet(text)) is not None]
-
-
-def _unmet(text: str) -> Requirement | None:
-    try:
-        requirement = Requirement(text)
-    except InvalidRequirement:
+    lacking = []
+    for text in requirements or ():
         # Metadata of old packages has requirements in forms that were valid once.
-        return None
-    if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-        return None
-    found = distribution(requirement.name)
-    met = found is not None and requirement.specifier.contains(found.version, prereleases=True)
-    return None if met else requirement
+        with contextlib.suppress(InvalidRequirement):
+            each = Requirement(text)
+            if each.marker is None or each.marker.evaluate({"extra": ""}):
+                found = distribution(each.name)
+                if found is None or not each.specifier.contains(found.version, prereleases=True):
+                    lacking.append(each)
+    return lacking
 
 
 def check(toolchain: Toolchain) -> None:
     """Import Horovod in a process of its own, for each framework that it was built for."""
-    modules = [framework.module for framework in toolchain.frameworks]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _CHECK, *modules],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    if done.returncode != 0:
-        raise explain(done.stdout, "Horovod is installed, but importing it failed")
+    modules = (each.module for each in toolchain.frameworks)
+    done = run([sys.executable, "-P", "-c", _CHECK, *modules], None)
+    assert done is not None
+    if done.status != 0:
+        raise explain(done.text, "Horovod is installed, but importing it failed")
     report = next(line for line in done.stdout.splitlines() if line.startswith("hvkit:"))
     for module, engines in json.loads(report.removeprefix("hvkit:")).items():
         missing = {"mpi", *(["nccl"] if toolchain.cuda else [])} - set(engines)

@@ -49,12 +49,8 @@ def _offers(version: str, output: Output | None) -> bool:
 def _reason(version: str, output: Output | None) -> str:
     if output is None or output.status is None:
         return f"no answer in {_SECONDS} s"
-    failed = re.search(rf"Could not fetch URL {re.escape(CPU_INDEX)}\S*: (.*)", output.text)
-    if failed is None:
-        return f"{CPU_INDEX} has no {version} for this Python"
-    # pip reports the cause inside two other errors.
-    cause = re.search(r"object at \w+>[:,] '?(.*?)'?\)\)", failed[1])
-    return f"{CPU_INDEX}: {cause[1] if cause else failed[1].removesuffix(' - skipping')}"
+    failed = re.search(rf"Could not fetch URL {re.escape(CPU_INDEX)}.*", output.text)
+    return failed[0] if failed else f"{CPU_INDEX} has no {version} for this Python"
 
 
 if __name__ == "__main__":

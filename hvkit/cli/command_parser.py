@@ -19,7 +19,8 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose subcommands report wrong arguments themselves, below their own usage.
 
     argparse leaves unknown options to the main parser, which shows its own usage. A command may end
-    with such an error, too: ``args.refuse(message)``.
+    with such an error, too: ``args.refuse(message)``. ``examples`` are command lines, with what
+    each does; ``foreign`` says what to write instead of an option of other launchers.
     """
 
     def __init__(
@@ -30,20 +31,13 @@ class CommandParser(argparse.ArgumentParser):
         **kwargs: Any,
     ) -> None:
         self.examples = dict(examples or {})
-        super().__init__(
-            **kwargs, epilog=_examples_text(self.examples), formatter_class=_HelpFormatter
-        )
+        lines = (f"  {command}\n      {meaning}" for command, meaning in self.examples.items())
+        epilog = "\n".join(["examples:", *lines]) if self.examples else None
+        super().__init__(**kwargs, epilog=epilog, formatter_class=_HelpFormatter)
         self.set_defaults(refuse=self.error)
+        hidden: Any = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
         for option, advice in (foreign or {}).items():
-            self.add_argument(
-                option,
-                dest=argparse.SUPPRESS,
-                default=argparse.SUPPRESS,
-                nargs="?",
-                action=_Foreign,
-                const=advice,
-                help=argparse.SUPPRESS,
-            )
+            self.add_argument(option, **hidden, nargs="?", action=_Foreign, const=advice)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -88,7 +82,6 @@ class _Foreign(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> NoReturn:
-        """Refuse it."""
         parser.error(f"{option_string} is not an option of {parser.prog}: {self.const}")
 
 
@@ -96,16 +89,7 @@ class _HelpFormatter(argparse.HelpFormatter):
     """Keeps the lines of examples, and wraps other texts."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" in text:
-            return text
-        return super()._fill_text(text, width, indent)
-
-
-def _examples_text(examples: Mapping[str, str]) -> str | None:
-    if not examples:
-        return None
-    lines = (f"  {command}\n      {meaning}" for command, meaning in examples.items())
-    return "\n".join(["examples:", *lines])
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 def checked(check: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -3,6 +3,9 @@
 They are options of torchrun, accelerate, deepspeed, horovodrun, mpirun and srun.
 """
 
+import re
+from collections.abc import Mapping, Sequence
+
 _RANKS = "-np N is the number of all ranks on all hosts"
 _HOSTS = "name hosts with their ranks: -H host1:4,host2:4, or --hostfile FILE"
 _ONCE = (
@@ -22,13 +25,13 @@ _TIME = "the time limit belongs in `hvkit manifest slurm --time`"
 _PARTITION = "the partition belongs in `hvkit manifest slurm --partition`"
 
 _OF_RANKS = (
-    *("--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes"),
-    *("--num-gpus", "--num_gpus", "--nproc", "--nprocs", "--ntasks", "--world-size"),
+    *("--nproc-per-node", "--num-processes", "--num-gpus", "--nproc", "--nprocs", "--ntasks"),
+    "--world-size",
 )
 _OF_HOSTS = (
-    *("--nnodes", "--num-machines", "--num_machines", "--num-nodes", "--num_nodes", "--nodes"),
-    *("--host", "-host", "--hosts", "-hosts", "--include", "-N", "-ppn", "--npernode"),
-    *("--ntasks-per-node", "--gpus-per-node", "--slots-per-host", "--map-by", "-map-by"),
+    *("--nnodes", "--num-machines", "--num-nodes", "--nodes", "--host", "-host", "--hosts"),
+    *("-hosts", "--include", "-N", "-ppn", "--npernode", "--ntasks-per-node"),
+    *("--gpus-per-node", "--slots-per-host", "--map-by", "-map-by"),
 )
 
 # By option of horovodrun: the variable that it sets, which Horovod reads.
@@ -60,14 +63,12 @@ _OPTIONS = {
     _HOSTS: _OF_HOSTS,
     "name the file with --hostfile": ("-hostfile", "--machinefile", "-machinefile"),
     _ONCE: (
-        *("--node-rank", "--node_rank", "--machine-rank", "--machine_rank", "--standalone"),
-        *("--master-addr", "--master_addr", "--master-port", "--master_port"),
-        *("--main-process-ip", "--main_process_ip", "--main-process-port", "--main_process_port"),
-        *("--rdzv-backend", "--rdzv_backend", "--rdzv-endpoint", "--rdzv_endpoint"),
-        *("--rdzv-id", "--rdzv_id", "--rdzv-conf", "--rdzv_conf", "--multi-gpu", "--multi_gpu"),
+        *("--node-rank", "--machine-rank", "--standalone", "--master-addr", "--master-port"),
+        *("--main-process-ip", "--main-process-port", "--multi-gpu"),
+        *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
     ),
     "write `python -m MODULE` as COMMAND": ("-m", "--module"),
-    "leave it out: COMMAND may be any program": ("--no-python", "--no_python"),
+    "leave it out: COMMAND may be any program": ("--no-python",),
     "write --max-restarts": ("--max_restarts", "--reset-limit"),
     "write --min-np": ("--min-num-proc",),
     "write --min-np; new hosts are taken at a restart": (
@@ -76,7 +77,7 @@ _OPTIONS = {
     "leave it out: hosts that do not answer are named before ranks start": (
         *("--start-timeout", "--elastic-timeout", "--blacklist-cooldown-range"),
     ),
-    _SCRIPT: ("--mixed-precision", "--mixed_precision", "--cpu", "--config-file", "--config_file"),
+    _SCRIPT: ("--mixed-precision", "--cpu", "--config-file"),
     _LOG_DIR: ("--output-filename", "--tee", "--redirects", "-r", "--log_dir"),
     f"for torchrun's --tee, {_LOG_DIR}; for srun's --time, {_TIME}": ("-t",),
     _TIME: ("--time",),
@@ -114,21 +115,24 @@ _OPTIONS = {
     "`cd` there first": ("--wdir", "-wdir", "--chdir"),
 }
 
-FOREIGN = {
-    **{option: advice for advice, options in _OPTIONS.items() for option in options},
-    **{
-        option: f"set the environment variable {variable}, which ranks inherit"
-        for option, variable in _HOROVOD.items()
-    },
+_SLOTS = (
+    "--slots N is the number of ranks on each host; with -np, the number of all ranks, it gives "
+    "the number of hosts"
+)
+
+
+def _by_option(options: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The advice for each option, also if it is written with underscores."""
+    found = {option: advice for advice, several in options.items() for option in several}
+    return {re.sub(r"(?<=\w)-", "_", option): advice for option, advice in found.items()} | found
+
+
+_VARIABLES = {
+    f"set the environment variable {variable}, which ranks inherit": (option,)
+    for option, variable in _HOROVOD.items()
 }
+FOREIGN = _by_option({**_OPTIONS, **_VARIABLES})
 """By option, what to write after ``hvkit run`` instead."""
 
-FOREIGN_IN_MANIFESTS = {
-    **dict.fromkeys(_OF_RANKS, _RANKS),
-    **dict.fromkeys(
-        _OF_HOSTS,
-        "--slots N is the number of ranks on each host; with -np, the number of all ranks, it "
-        "gives the number of hosts",
-    ),
-}
+FOREIGN_IN_MANIFESTS = _by_option({_RANKS: _OF_RANKS, _SLOTS: _OF_HOSTS})
 """By option, what to write after ``hvkit manifest SYSTEM`` instead."""

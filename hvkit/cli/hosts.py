@@ -85,9 +85,8 @@ def _slots(host: Host) -> str:
 
 def _total(hosts: Sequence[Host]) -> str:
     slots = [host.slots for host in hosts]
-    known = sum(number for number in slots if number is not None)
     more = ", plus the cores of hosts without a slot count" if None in slots else ""
-    return f"{counted(len(hosts), 'host')}, {counted(known, 'slot')}{more}"
+    return f"{counted(len(hosts), 'host')}, {counted(sum(filter(None, slots)), 'slot')}{more}"
 
 
 def _show_checked(console: Terminal, checked: Checked) -> None:

@@ -7,7 +7,7 @@ import argparse
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -348,11 +348,9 @@ def _add_system(parsers: "argparse._SubParsersAction[CommandParser]", system: Sy
 
 def _help(option: Option, system: System) -> str:
     text = option.help.format(host=system.host, noun=system.noun)
-    if option.required:
-        text += " (required)"
-    if option.default is not None:
-        text += f" (default: {option.default})"
-    return text.strip() + ("; may be repeated" if option.repeated else "")
+    required = " (required)" if option.required else ""
+    default = "" if option.default is None else f" (default: {option.default})"
+    return f"{text}{required}{default}".strip() + ("; may be repeated" if option.repeated else "")
 
 
 def _execute(args: argparse.Namespace) -> int:
@@ -405,8 +403,7 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
-    words: Sequence[str] = args.command
-    command = words[1:] if words[:1] == ["--"] else words
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise ValueError(COMMAND_MISSING)
     if not command[0] or command[0].startswith("-"):

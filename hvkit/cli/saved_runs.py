@@ -1,6 +1,7 @@
 """``hvkit report`` and ``hvkit join-checkpoint``: show and convert what runs have saved."""
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,9 @@ def _report(args: argparse.Namespace) -> int:
     from hvkit.monitor.report_page import page, page_of_several
 
     # With `hvkit report *`, FOLDER is also the comparison.html of the last time.
-    folders = [each for each in args.folders if not each.is_file()] or args.folders
+    folders = [each for each in args.folders if not os.path.isfile(each)] or args.folders
     for each in folders:
-        if not each.is_dir():
+        if not os.path.isdir(each):  # Path's would raise for a name that is too long
             args.refuse(f"argument FOLDER: {each} is not a folder: name that of hvkit.Monitor")
     try:
         names = _distinct_names(folders)
@@ -97,7 +98,7 @@ def add_join_checkpoint(commands: "argparse._SubParsersAction[CommandParser]") -
 def _join(args: argparse.Namespace) -> int:
     from hvkit.checkpoint.saving import join
 
-    if not args.checkpoint.is_dir():
+    if not os.path.isdir(args.checkpoint):
         args.refuse(f"argument CHECKPOINT: {args.checkpoint} is not a folder")
     try:
         folder = join(args.checkpoint, args.out)

@@ -30,20 +30,20 @@ class Terminal(Console):
 
 @contextlib.contextmanager
 def all_written() -> Iterator[None]:
-    """At the end, write all output."""
+    """At the end, write all output; if that fails, end with ``UNREAD``, or with 1 and a line."""
     try:
         try:
             yield
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_output()
-        raise SystemExit(UNREAD) from None
     except OSError as error:
-        if error.errno not in _CANNOT_WRITE or error.filename is not None:
+        unread = isinstance(error, BrokenPipeError)
+        if not unread and (error.errno not in _CANNOT_WRITE or error.filename is not None):
             raise
         _drop_output()
+        if unread:
+            raise SystemExit(UNREAD) from None
         print(f"hvkit: cannot write to standard output: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from None
 

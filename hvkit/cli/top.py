@@ -74,23 +74,21 @@ def _top(args: argparse.Namespace) -> int:
 
 def _newest() -> tuple[int, list[Text]]:
     """The newest run whose state can be read, and lines about this user's others."""
-    found = run_status.running()
-    if not found:
-        raise HvkitError("no `hvkit run` of yours is running on this host")
+    states: dict[int, Mapping[str, Any]] = {}
     unreadable: dict[int, HvkitError] = {}
-    for process in found:
+    for process in run_status.running():
         try:
-            run_status.read(process)
+            states[process] = run_status.read(process)
         except HvkitError as error:
-            unreadable[process] = error
-            continue
-        notes = [Text(f"skipped {each}: {error}") for each, error in unreadable.items()]
-        for other in found[found.index(process) + 1 :]:
-            with contextlib.suppress(HvkitError):  # it has just ended
-                state = run_status.read(other)
-                notes.append(Text(f"another run: {_named(other, state)}"))
-        return process, notes
-    raise unreadable[found[0]]
+            if not states:  # else it has just ended
+                unreadable[process] = error
+    if not states:
+        nothing = HvkitError("no `hvkit run` of yours is running on this host")
+        raise next(iter(unreadable.values()), nothing)
+    newest, *others = states
+    notes = [f"skipped {each}: {why}" for each, why in unreadable.items()]
+    notes += [f"another run: {_named(each, states[each])}" for each in others]
+    return newest, list(map(Text, notes))
 
 
 def _named(process: int, state: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ import psutil
 
 from hvkit.build.abi import Machine
 from hvkit.build.cuda import DEFAULT_HOME, toolkit_for
-from hvkit.build.frameworks import DISTRIBUTIONS, NAMES, cuda_version
+from hvkit.build.frameworks import DISTRIBUTIONS, MODULES, NAMES, cuda_version
 from hvkit.build.installer import installed_abi, installed_version, serves, unmet
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheels import key_of, stored_ingredients
@@ -58,8 +58,6 @@ _SECONDS_TO_RESOLVE = 2.0
 _SECONDS_TO_LOAD = 60
 # Packages whose requirements are checked. TensorFlow comes as one of several packages.
 _CHECKED = ("hvkit", "torch", "keras", "horovod", *DISTRIBUTIONS["tensorflow"])
-# Import names, by the names that Horovod's build has for frameworks.
-_MODULES = {"pytorch": "torch", "tensorflow": "tensorflow"}
 # What a build depends on that may be shown with its value: no paths, and no user's variables.
 _SHOWN = {*NAMES, "horovod", "python", "libc", "cpu", "mpi", "compiler", "gpu"}
 
@@ -130,7 +128,6 @@ def system() -> dict[str, str]:
 
 
 def shared_memory(folder: Path = Path("/dev/shm")) -> dict[str, int] | None:
-    """The file system through which processes of a host share memory; ``None`` if missing."""
     if not folder.is_dir():
         return None
     found = os.statvfs(folder)
@@ -138,7 +135,6 @@ def shared_memory(folder: Path = Path("/dev/shm")) -> dict[str, int] | None:
 
 
 def infiniband(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether this host has InfiniBand."""
     return devices.is_dir() and any(devices.iterdir())
 
 
@@ -160,12 +156,11 @@ def ssh() -> dict[str, Any]:
     """OpenSSH's client and server."""
     output = run(["ssh", "-V"])
     version = re.match(r"[^\s,]+", output.text) if output else None
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin:/sbin"
     names = (process.info["name"] for process in psutil.process_iter(["name"]))
     return {
         "client": version[0] if version else None,
-        # For users without sbin on PATH.
-        "server": shutil.which("sshd")
-        or shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/sbin"),
+        "server": shutil.which("sshd", path=path),
         "running": any(name == "sshd" for name in names),
     }
 
@@ -214,11 +209,7 @@ def torch_cuda() -> str | None:
 
 
 def unmet_requirements() -> list[dict[str, str | None]]:
-    """The requirements that are not met.
-
-    Each has the ``package`` that requires it, with its version; the ``requirement``,
-    ``keras>=3.12``; and the version ``installed``, ``None`` for none.
-    """
+    """The requirements that are not met, ``keras>=3.12``, and which versions are ``installed``."""
     return [
         {
             "package": f"{name} {version}",
@@ -274,8 +265,7 @@ def mpi_launchers() -> list[dict[str, Any]]:
     of_python = os.path.dirname(sys.executable)
     found: dict[object, dict[str, Any]] = {}
     for folder, name in itertools.product([*folders, of_python], ("mpirun", "mpiexec")):
-        program = shutil.which(name, path=folder)
-        if program is None:
+        if (program := shutil.which(name, path=folder)) is None:
             continue
         text = output.text if (output := run([program, "--version"])) else ""
         mpi = identify(text)
@@ -291,13 +281,13 @@ def mpi_launchers() -> list[dict[str, Any]]:
 
 
 def horovod() -> tuple[dict[str, Any] | None, str | None]:
-    """The Horovod of this Python, and why hvkit cannot build one here."""
+    """The Horovod of this Python, if any, and why hvkit cannot build one here, if it cannot."""
     version = installed_version()
     with ThreadPoolExecutor() as pool:
         libraries = list(pool.map(_library, built_for() if version else ()))
     found = {"version": version, "libraries": libraries, "fits": None, "differences": []}
     built = {one["framework"] for one in libraries}
-    left_out = [name for name in NAMES if libraries and _MODULES[name] not in built]
+    left_out = [name for name in NAMES if libraries and MODULES[name] not in built]
     try:
         toolchain = find_toolchain(left_out)
         if any("nccl" in one["operations"] for one in libraries):
@@ -339,7 +329,7 @@ def _library(framework: str) -> dict[str, Any]:
         record = json.loads((horovod / "metadata.json").read_text())
     except (OSError, ValueError):
         record = {}
-    version = next((record[n] for n in NAMES if n in record and _MODULES[n] == framework), None)
+    version = next((record[n] for n in NAMES if n in record and MODULES[n] == framework), None)
     if package is None:
         return library_from(framework, version, Output(1, "", f"{framework} is not installed"))
     libraries_dir = package / "lib" if framework == "torch" else package
@@ -351,7 +341,7 @@ def _library(framework: str) -> dict[str, Any]:
 
 
 def library_from(framework: str, version: str | None, output: Output | None) -> dict[str, Any]:
-    """The library that ``LOAD_LIBRARY`` has tried to load."""
+    """The library that ``LOAD_LIBRARY`` has tried to load; no output: Python did not start."""
     lines = output.stdout.splitlines() if output else []
     line = next((line for line in lines if line.startswith("hvkit:")), None)
     found = json.loads(line.removeprefix("hvkit:") if line else '{"features": [], "mpi": ""}')

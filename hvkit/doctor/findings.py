@@ -28,21 +28,19 @@ _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 def findings(facts: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """``problems`` and ``notes``, each with ``what`` is found and the ``fix``."""
+    """``problems`` and ``notes`` in the facts: ``what`` is found, and the ``fix``."""
     known = {**TABLE["texts"], **facts, **_about_host(facts)}
     known |= {**_about_horovod(facts), **_about_mpi(facts)}
     found: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
     # All findings about an item follow each other.
     for each, group in itertools.groupby(TABLE["rules"], lambda rule: rule.get("each")):
-        rules = tuple(group)
-        for item in _value(each, known) if each else [{}]:
+        for item, rule in itertools.product(_value(each, known) if each else [{}], group):
             names = {**known, **item}
-            for rule in rules:
-                if _value(rule["when"], names):
-                    severity = "problem" if "problem" in rule else "note"
-                    texts = (_JINJA.from_string(rule[name]) for name in (severity, "fix"))
-                    what, fix = (text.render(names) for text in texts)
-                    found[f"{severity}s"].append({"what": what, "fix": fix})
+            if _value(rule["when"], names):
+                severity = "problem" if "problem" in rule else "note"
+                texts = {"what": rule[severity], "fix": rule["fix"]}
+                rendered = {n: _JINJA.from_string(t).render(names) for n, t in texts.items()}
+                found[f"{severity}s"].append(rendered)
     return found
 
 
@@ -107,12 +105,11 @@ def _about_horovod(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _library(library: Mapping[str, Any], installed: str | None) -> dict[str, Any]:
     """A library of Horovod's, with the ``state`` of it."""
+    state = "broken" if library["error"] else "right"
     if installed is None:
         state = "unneeded"
     elif library["built_for"] and not _same_version(library["built_for"], installed):
         state = "outdated"
-    else:
-        state = "broken" if library["error"] else "right"
     title = _TITLES[library["framework"]]
     return {**library, "title": title, "installed": installed, "state": state}
 

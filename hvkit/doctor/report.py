@@ -31,7 +31,10 @@ _INTERFACES_SHOWN = 4
 def examine(
     on_two_ranks: bool, show_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Check this host and this Python, and return the report of ``json_report``."""
+    """Check this host and this Python, and return the report of ``json_report``.
+
+    ``show_step`` is called with a text about each step that begins.
+    """
     show_step("looking at hardware and software")
     facts = gather()
     test = self_test(facts, show_step=show_step) if on_two_ranks else None
@@ -39,20 +42,13 @@ def examine(
 
 
 def json_report(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The report that ``hvkit doctor --json`` prints: facts, and the findings about them.
-
-    docs/install.md has its keys. Later versions may add keys, but remove none.
-    """
+    """What ``hvkit doctor --json`` prints. Later versions may add keys, but remove none."""
     report: dict[str, Any] = without_user({**facts, **findings(facts)})
     return report
 
 
 def without_user(value: Any) -> Any:
-    """Hide the home directory and the user's name in a value of dicts, lists and strings.
-
-    The home directory becomes ``~``. The user's name becomes ``USER`` where it is a part of another
-    path. Keys that begin with ``_`` are left out.
-    """
+    """The value with ``~`` and ``USER`` in paths, and without keys that begin with ``_``."""
     text = json.dumps(value, ensure_ascii=False)
     # In a container, a user id may have no name and no home.
     with contextlib.suppress(RuntimeError):
@@ -66,10 +62,7 @@ def without_user(value: Any) -> Any:
 
 
 def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> None:
-    """Print a report of ``json_report`` as text; in colours and within its width on a terminal.
-
-    With ``verbose``, also why ranks set variables.
-    """
+    """Print a report of ``json_report`` as text; ``verbose``: also why ranks set variables."""
     rows, found = list(_rows(report, verbose)), list(_findings(report))
     width = max(len(label) for label, _ in rows)
     room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(found) - 2)
@@ -132,11 +125,9 @@ def _rows(report: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:
     network = _interfaces(report["interfaces"])
     yield "network", f"{network}; ssh: {ssh['client'] or 'none'}, sshd {server}"
     files, locked = report["limits"]["open_files"], report["limits"]["locked_memory"]
-    limits = (
-        "unlimited" if files is None else files,
-        "unlimited" if locked is None else _size(locked),
-    )
-    yield "limits", "open files {}, locked memory {}".format(*limits)
+    locked = "unlimited" if locked is None else _size(locked)
+    files = "unlimited" if files is None else files
+    yield "limits", f"open files {files}, locked memory {locked}"
     settings = [f"{name}={value}" for name, value in report["threads"].items()]
     settings += report["environment"]
     yield "set in this shell", ", ".join(settings) or "no variables that matter"
@@ -167,14 +158,11 @@ def _set_by_ranks(settings: list[dict[str, str]], verbose: bool) -> Iterator[str
 def _library(library: dict[str, Any]) -> str:
     if library["error"]:
         return "does not load"
-    controllers, operations = (
-        ", ".join(library[name]) or "none" for name in ("controllers", "operations")
-    )
-    uses = f"; uses {_mpi(library['mpi'])}" if library["mpi"] else ""
-    return (
-        f"built for {library['built_for'] or '?'}; controllers {controllers}; operations "
-        f"{operations}{uses}"
-    )
+    parts = [
+        f"{name} {', '.join(library[name]) or 'none'}" for name in ("controllers", "operations")
+    ]
+    parts += [f"uses {_mpi(library['mpi'])}"] if library["mpi"] else []
+    return "; ".join([f"built for {library['built_for'] or '?'}", *parts])
 
 
 def _gpus(report: dict[str, Any]) -> str:
@@ -206,10 +194,8 @@ def _self_test_rows(test: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
                 f"{result['seconds'] * 1000:.0f} ms (median of {test['rounds']}), "
                 f"{result['bandwidth'] / 1e9:.2f} GB/s per rank"
             )
-        yield (
-            f"self-test, {result['framework']}",
-            f"{'failed' if result['error'] else 'passed'} {text}",
-        )
+        passed = "failed" if result["error"] else "passed"
+        yield f"self-test, {result['framework']}", f"{passed} {text}"
 
 
 def _size(count: int) -> str:

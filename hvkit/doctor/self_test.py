@@ -54,7 +54,10 @@ def self_test(
     rounds: int = ROUNDS,
     size: int = BYTES,
 ) -> dict[str, Any] | None:
-    """Start two ranks for each framework."""
+    """``self_test`` of the report, from two ranks; None if none of Horovod's libraries loads.
+
+    ``facts`` are ``hvkit.doctor.facts.gather``'s; ``seconds`` is the limit for each framework.
+    """
     frameworks = [one["framework"] for one in _usable_libraries(facts)]
     if not frameworks:
         return None
@@ -73,10 +76,11 @@ def self_test(
 
 def launcher_for(facts: Mapping[str, Any]) -> str:
     """``mpirun`` where Horovod can use MPI and there is one, else ``gloo`` if Horovod has it."""
-    usable = [one["controllers"] for one in _usable_libraries(facts)]
-    with_mpi = facts["launchers"] and all("mpi" in controllers for controllers in usable)
-    with_gloo = all("gloo" in controllers for controllers in usable)
-    return "gloo" if with_gloo and not with_mpi else "mpirun"
+    with_mpi, with_gloo = (
+        all(name in one["controllers"] for one in _usable_libraries(facts))
+        for name in ("mpi", "gloo")
+    )
+    return "gloo" if with_gloo and not (with_mpi and facts["launchers"]) else "mpirun"
 
 
 def _usable_libraries(facts: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -17,12 +17,8 @@ _OF_UNUSED = 2
 
 
 def restore_optimizer(model: Any, path: Any) -> None:
-    """Give a model that was loaded from a file its optimizer with the state in it.
-
-    Does nothing if Keras has restored the optimizer.
-    """
-    loaded = model.optimizer
-    variables = model.trainable_variables
+    """Give a model that was loaded from a file its optimizer's state, unless Keras has done so."""
+    loaded, variables = model.optimizer, model.trainable_variables
     if loaded is None or not loaded.built or loaded._trainable_variables or not variables:
         return
     if not h5py.is_hdf5(path):

@@ -38,7 +38,7 @@ def accept() -> None:
     known: set[Any] = {e for e in vars(keras.optimizers).values() if isinstance(e, type)}
     for optimizer in {each for each in known if issubclass(each, base)}:
         if init := vars(optimizer).get("__init__"):
-            optimizer.__init__ = _with_lr(init)
+            optimizer.__init__ = _changed(init, _rename_lr)
     for optimizer in {*known, *base.__mro__}:
         if variables := vars(optimizer).get("variables"):
             optimizer.variables = property(_callable(variables.fget))
@@ -47,11 +47,11 @@ def accept() -> None:
         setattr(keras.optimizers.LossScaleOptimizer, name, property(_dropped(name, instead)))
     keras.Model.reset_states, keras.Metric.reset_states = _reset_layers, _reset_metric
     checkpoint: Any = keras.callbacks.ModelCheckpoint
-    checkpoint.__init__ = _without_period(checkpoint.__init__)
+    checkpoint.__init__ = _changed(checkpoint.__init__, _drop_period)
     for backend in (keras.backend, tf.keras.backend):
         backend.get_value, backend.set_value = _get_value, _set_value
     trainer = next(each for each in keras.Model.__mro__ if "compile" in vars(each))
-    trainer.compile = _without_tf_function(trainer.compile)
+    trainer.compile = _changed(trainer.compile, _drop_tf_function)
     trainer._resolve_auto_jit_compile = _without_xla(trainer._resolve_auto_jit_compile)
 
 
@@ -80,40 +80,42 @@ def _reset_metric(metric: Any) -> None:
     metric.reset_state()
 
 
-def _without_period(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def without_period(self: Any, *args: Any, **kwargs: Any) -> None:
-        period = kwargs.pop("period", None)
-        if period == 1:
-            _warn("ModelCheckpoint(period=1): leave it out; it has no effect")
-        elif period is not None:
-            raise ValueError(
-                f"Keras 3 has dropped ModelCheckpoint(period={period!r}): write "
-                f"save_freq={period!r} * steps_per_epoch, a number of batches"
-            )
-        init(self, *args, **kwargs)
+def _changed(
+    function: Callable[..., None], change: Callable[[Any, dict[str, Any]], None]
+) -> Callable[..., None]:
+    """The function, with arguments by name that ``change`` has changed."""
 
-    return without_period
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        change(self, kwargs)
+        function(self, *args, **kwargs)
+
+    return call
+
+
+def _drop_period(_: Any, kwargs: dict[str, Any]) -> None:
+    period = kwargs.pop("period", None)
+    if period == 1:
+        _warn("ModelCheckpoint(period=1): leave it out; it has no effect", 4)
+    elif period is not None:
+        raise ValueError(
+            f"Keras 3 has dropped ModelCheckpoint(period={period!r}): write "
+            f"save_freq={period!r} * steps_per_epoch, a number of batches"
+        )
 
 
 def _callable(variables: Callable[[Any], list[Any]]) -> Callable[[Any], _CallableList]:
     return lambda optimizer: _CallableList(variables(optimizer))
 
 
-def _with_lr(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def with_lr(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "lr" in kwargs:
-            if "learning_rate" in kwargs:
-                raise ValueError(
-                    f"{type(self).__name__} got lr={kwargs['lr']!r} and "
-                    f"learning_rate={kwargs['learning_rate']!r}: leave lr out"
-                )
-            _warn(f"{type(self).__name__}(lr=...): write learning_rate=...")
-            kwargs["learning_rate"] = kwargs.pop("lr")
-        init(self, *args, **kwargs)
-
-    return with_lr
+def _rename_lr(optimizer: Any, kwargs: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    if "lr" in kwargs and "learning_rate" in kwargs:
+        lr, rate = kwargs["lr"], kwargs["learning_rate"]
+        raise ValueError(f"{name} got {lr=!r} and learning_rate={rate!r}: leave lr out")
+    if "lr" in kwargs:
+        _warn(f"{name}(lr=...): write learning_rate=...", 4)
+        kwargs["learning_rate"] = kwargs.pop("lr")
 
 
 def _rate(optimizer: Any) -> Any:
@@ -141,15 +143,9 @@ def _set_value(variable: Any, value: Any) -> None:
     variable.assign(value)
 
 
-def _without_tf_function(compile_model: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(compile_model)
-    def compile_anyway(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "experimental_run_tf_function" in kwargs:
-            _warn("compile(experimental_run_tf_function=...): leave it out; it has no effect")
-            del kwargs["experimental_run_tf_function"]
-        compile_model(self, *args, **kwargs)
-
-    return compile_anyway
+def _drop_tf_function(_: Any, kwargs: dict[str, Any]) -> None:
+    if kwargs.pop("experimental_run_tf_function", None) is not None:
+        _warn("compile(experimental_run_tf_function=...): leave it out; it has no effect", 4)
 
 
 def _without_xla(chooses: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -160,5 +156,5 @@ def _without_xla(chooses: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return chooses_if_possible
 
 
-def _warn(text: str) -> None:
-    warnings.warn(f"Keras 3 has dropped {text}", DeprecationWarning, stacklevel=3)
+def _warn(text: str, stacklevel: int = 3) -> None:
+    warnings.warn(f"Keras 3 has dropped {text}", DeprecationWarning, stacklevel=stacklevel)

@@ -37,7 +37,13 @@ def average_in_updates(
     lowest: Callable[[tf.Tensor], tf.Tensor],
     local: dict[int, Any] | None = None,
 ) -> Any:
-    """Make an optimizer reduce gradients over ranks before it uses them, and return it."""
+    """Make an optimizer reduce gradients over ranks before it uses them, and return it.
+
+    ``apply`` updates once in ``backward_passes_per_step`` calls, with the sum of the gradients of
+    all of them, or their mean (``average_aggregated_gradients``). Gradients of the variables in
+    ``local``, by id, stay on their rank, divided by the number of ranks with
+    ``scale_local_gradients``. ``ranks`` returns that number, ``lowest`` the minimum over ranks.
+    """
     inner = inner_optimizer(optimizer)
     if backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
         raise ValueError(
@@ -84,14 +90,14 @@ def average_in_updates(
                     means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
         return means
 
-    def finite_on_all(finite: tf.Tensor) -> tf.Tensor:
+    def finite_on_all(finite: tf.Tensor, _: Any) -> tf.Tensor:
         refuse_xla("the check for overflows in the optimizer")
         return tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool)
 
     average_in_apply(inner, average, lambda _: None)
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    share_scale(inner, lambda finite, _: finite_on_all(finite))
+    share_scale(inner, finite_on_all)
     inner.register_local_var = optimizer.register_local_var = register_local_var
     _average_in_copies(inner, average_copy)
     if optimizer is not inner:

@@ -53,7 +53,10 @@ class Quantity:
 def _matching(
     pattern: str, accepted: str, read: Callable[[re.Match[str]], Any] = lambda found: found[0]
 ) -> Callable[[str], Any]:
-    """A check for printable text that the whole pattern matches."""
+    """A check for printable text that a pattern matches completely, ``accepted`` in words.
+
+    ``read`` makes the value of what was found; None refuses it.
+    """
     compiled = re.compile(pattern, re.ASCII)
 
     def check(text: str) -> Any:

@@ -40,6 +40,7 @@ _TRAINER_TAKES = 128
 
 # What SageMaker takes of words, and the length of each; and of a variable's value.
 _MOST_WORDS, _LONGEST_WORD, _LONGEST_VALUE = 100, 256, 512
+_INSTEAD = ": put it into a file that the script reads"
 _DAY = 24 * 3600
 
 # Azure puts a shell variable with the folder in the place of each of these.
@@ -145,7 +146,10 @@ def azureml(values: Values, template: Path | None) -> str:
 def _for_pods(
     values: Values, pods: Iterable[str], operator: str, also_set: tuple[str, ...] = ()
 ) -> Values:
-    """Values for pods of Kubernetes; refuses those that pods do not take."""
+    """Values for pods of Kubernetes; refuses those that they do not take.
+
+    ``pods`` are the ends of the longest names; the operator also sets the variables ``also_set``.
+    """
     name, shared, memory, slots = (values[n] for n in ("name", "shm_size", "memory", "slots"))
     longest = max((f"{name}-{pod}" for pod in pods), key=len)
     if (excess := len(longest) - LONGEST_LABEL) > 0:
@@ -160,9 +164,9 @@ def _for_pods(
             "--shm-size or raise --memory"
         )
     variables = [*values["env"], *values["secret_env"]]
-    for variable in values["env"].keys() & values["secret_env"].keys():
-        raise ValueError(f"--secret-env: --env sets {variable}, too: set it once")
     for variable in variables:
+        if variables.count(variable) > 1:
+            raise ValueError(f"--secret-env: --env sets {variable}, too: set it once")
         if variable in (*_SET_BY_OPERATORS, *also_set):
             raise ValueError(
                 f"--env {variable}: {operator} sets this variable and overwrites the manifest's "
@@ -196,16 +200,11 @@ def _check_lengths(words: list[str], variables: Mapping[str, str]) -> None:
         *((f"--env {n}: the value", v, _LONGEST_VALUE, "characters") for n, v in variables.items()),
     ):
         if len(text) > most:
-            raise ValueError(
-                f"{what} has {len(text)} {unit}, SageMaker takes {most}: put it into a file that "
-                "the script reads"
-            )
+            raise ValueError(f"{what} has {len(text)} {unit}, SageMaker takes {most}{_INSTEAD}")
     for word in words:
         if "\n" in word:
-            raise ValueError(
-                f"{word[:20]!r}... has several lines, SageMaker takes one line in a word: put it "
-                "into a file that the script reads"
-            )
+            several = f"{word[:20]!r}... has several lines, SageMaker takes one line in a word"
+            raise ValueError(several + _INSTEAD)
 
 
 def _quoted_for_azure(word: str, known: set[str]) -> str:
@@ -222,7 +221,7 @@ def _quoted_for_azure(word: str, known: set[str]) -> str:
 
 
 def rendered(name: str, values: Mapping[str, Any], template: Path | None) -> str:
-    """The text of a template with these values.
+    """The text of a template in ``templates``, or of the file ``template``, with these values.
 
     Whatever a value contains, it stays one value: ``{{ value }}`` writes it as JSON, which YAML
     has taken over, or for a shell as a quoted word or several. ``{{ value | safe }}`` writes it as

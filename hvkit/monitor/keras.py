@@ -46,8 +46,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         def make_counted(force: bool = False) -> None:
             before = model.train_function
             make(force=force)
-            run = model.train_function
-            if run is before:
+            if (run := model.train_function) is before:
                 return
             self._compiled = False
 
@@ -66,7 +65,6 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
         model.make_train_function = make_counted
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a pass over the training data."""
         if not self._monitor.closed:
             self._monitor.begin_epoch(epoch)
             self._means.begin_epoch()
@@ -103,7 +101,6 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
             self._monitor.log(**{f"epoch_{name}": value for name, value in numbers})
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Record the rest; a collective."""
         if not self._monitor.closed:
             self._monitor.flush(**self.newest_metrics())
 
@@ -147,9 +144,8 @@ class MeansOfSteps:
 
     def begin_now(self) -> None:
         """Begin after the newest step."""
-        self._before = {
-            id(mean): tuple(map(number_of, mean.variables)) for mean in _means_of(self._model())
-        }
+        means = _means_of(self._model())
+        self._before = {id(mean): tuple(map(number_of, mean.variables)) for mean in means}
 
     def begin_epoch(self) -> None:
         """Begin with an epoch, for which Keras has reset its metrics."""
@@ -198,8 +194,8 @@ def record_fit(callback: FitRecorder, model: keras.Model) -> None:
         args, kwargs = with_names(fit, args, kwargs)
         given: Any = kwargs.get("callbacks")
         listed = isinstance(given, keras.callbacks.CallbackList)
-        several = given.callbacks if listed else given
-        several = several if isinstance(several, list | tuple) else [several] if several else []
+        several = (given.callbacks if listed else given) or []
+        several = several if isinstance(several, list | tuple) else [several]
         if callback not in several:
             several = [callback, *several]  # a checkpoint comes last, and holds the epoch
             kwargs["callbacks"] = with_callbacks(given, several, model) if listed else several
@@ -257,7 +253,6 @@ class NormsOnPyTorch:
         self._norms.clear()
 
     def measure(self, number: int, gradients: list[Any]) -> None:
-        """Measure the norm of an update's gradients, if its step ends with a record."""
         if self._pending:
             import torch
 

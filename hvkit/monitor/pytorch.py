@@ -55,16 +55,14 @@ class GradientNorms:
         self._pending = pending
         if pending == bool(self._hooks):
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if pending:
-            for number, optimizer in enumerate(self._optimizers):
-                arrived = _weakly(self, functools.partial(GradientNorms._begin_pass, number=number))
-                for p in _parameters(optimizer):
-                    if p.requires_grad:
-                        hook = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-                        self._hooks.append(hook)
+        while self._hooks:
+            self._hooks.pop().remove()
+        for number, optimizer in enumerate(self._optimizers if pending else ()):
+            computed = _weakly(self, functools.partial(GradientNorms._begin_pass, number=number))
+            for p in _parameters(optimizer):
+                if p.requires_grad:
+                    hook = p.register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
 
     def read(self) -> dict[str, float]:
         """``learning_rate`` of the first parameter group; ``gradient_norm`` of this rank's part.
@@ -106,19 +104,16 @@ class GradientNorms:
                 self._measure(number)
 
     def _measure(self, number: int) -> None:
-        if self._pending and number not in self._applied:
-            norm = _norm(self._optimizers[number])
-            if norm is not None:
-                self._averaged[number] = norm
+        unmeasured = self._pending and number not in self._applied
+        if unmeasured and (norm := _norm(self._optimizers[number])) is not None:
+            self._averaged[number] = norm
 
     def _before_step(self, number: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._pending:
             return
         self._stepped.add(number)
-        if closure_of(args, kwargs) is not None:  # it computes the gradients only now
-            return
-        norm = _norm(optimizer)
-        if norm is None:
+        # A closure computes the gradients only now.
+        if closure_of(args, kwargs) is not None or (norm := _norm(optimizer)) is None:
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused update unscales gradients itself
         if scale is not None:
@@ -157,16 +152,14 @@ def _norm(optimizer: Optimizer) -> torch.Tensor | None:
 
         if (in_mesh := mesh_gradients.of(parameters)) is not None:
             return in_mesh.own_norm(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    own = [
+    gradients = (p.grad for p in parameters if p.grad is not None)
+    counted = [
         each.to_local() if isinstance(each, DTensor) else each
         for each in gradients
         if isinstance(each, DTensor) or runtime.rank() == 0
     ]
-    if not own:
-        return None
-    values = [each.coalesce().values() if each.is_sparse else each for each in own]
-    return torch.nn.utils.get_total_norm(values)
+    values = [each.coalesce().values() if each.is_sparse else each for each in counted]
+    return torch.nn.utils.get_total_norm(values) if values else None
 
 
 def _joined(norms: Sequence[torch.Tensor | None]) -> float:

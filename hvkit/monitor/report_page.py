@@ -167,11 +167,14 @@ def _table(
     return {"title": title, "columns": columns, "rows": found, "text": text} if found else {}
 
 
+def _numbers(*titles: str) -> list[tuple[str, str]]:
+    """Columns of numbers."""
+    return [(title, "n") for title in titles]
+
+
 def _bar(title: str, run: RecordedRun) -> Card:
-    return {
-        "title": title,
-        "parts": [(name, run.parts()[name], _PART_COLOURS[name]) for name in PARTS],
-    }
+    parts = [(name, seconds, _PART_COLOURS[name]) for name, seconds in run.parts().items()]
+    return {"title": title, "parts": parts}
 
 
 def _metrics(run: RecordedRun) -> list[Card]:
@@ -247,10 +250,8 @@ def _slow_ranks(run: RecordedRun) -> list[Card]:
         speeds = [each[rank] for each in by_record if rank < len(each)]
         speed = sum(speeds) / max(len(speeds), 1)
         rows.append((f"{rank}", run.host_of(rank), f"{speed:,.0f}", f"{share:.0%}", share))
-    columns = [
-        *(("rank", "n"), ("host", ""), ("samples a second", "n")),
-        *(("last in", "n"), ("of steps", "")),
-    ]
+    columns = [*_numbers("rank"), ("host", ""), *_numbers("samples a second", "last in")]
+    columns.append(("of steps", ""))
     more = f"{len(last) - _RANKS} more ranks" if len(last) > _RANKS else ""
     return [_table("", columns, rows, more)]
 
@@ -278,9 +279,7 @@ def _hosts(run: RecordedRun) -> list[Card]:
 def _starts(run: RecordedRun) -> list[Card]:
     if len(run.starts) < 2:
         return []
-    columns = [
-        *(("time", ""), ("after step", "n"), ("steps lost", "n"), ("ranks", "n"), ("reason", "")),
-    ]
+    columns = [("time", ""), *_numbers("after step", "steps lost", "ranks"), ("reason", "")]
     rows = [
         (clock(each.time), f"{each.step:,}", f"{each.lost:,}", f"{each.size}", each.reason)
         for each in run.starts

@@ -26,6 +26,7 @@ from hvkit.sync.nonfinite import skipped_steps
 from hvkit.transport.traffic import traffic
 
 FILE = "metrics.jsonl"
+_EVENTS = "TensorBoard's event file"
 
 Hook = Callable[..., object]
 
@@ -64,7 +65,7 @@ class RunFile:
         if tensorboard:
             self._events = _event_writer(folder)
         elif installed and tensorboard is None:
-            with self._tolerant("TensorBoard's event file"):
+            with self._tolerant(_EVENTS):
                 self._events = _event_writer(folder)
 
     def begin(self, at: float, after: int, hosts: Sequence[str]) -> None:
@@ -126,9 +127,7 @@ class RunFile:
                     self.log(step, time.time(), numbers)
 
     def flush(self) -> None:
-        if self._events is not None:
-            with self._tolerant("TensorBoard's event file"):
-                self._events.flush()
+        self._with_events(lambda events: events.flush())
 
     def end(self, step: int, error: str, *, left: bool) -> None:
         """Write the end, and close the files; ``left``: after SIGTERM, with a checkpoint."""
@@ -137,9 +136,7 @@ class RunFile:
             self._write({"end": {"time": time.time(), "step": step} | self._totals.summary() | how})
         with self._tolerant(FILE):
             self._file.close()
-        if self._events is not None:
-            with self._tolerant("TensorBoard's event file"):
-                self._events.close()
+        self._with_events(lambda events: events.close())
 
     def line(self) -> str:
         """The run in one line, or of a resumed one the steps since; empty if there are none."""
@@ -161,11 +158,17 @@ class RunFile:
                 self._hook(dict(values), step=step)
 
     def _to_tensorboard(self, **content: Any) -> None:
-        if self._events is not None:
-            with self._tolerant("TensorBoard's event file"):
-                from tensorboard.compat.proto.event_pb2 import Event
+        def add(events: Any) -> None:
+            from tensorboard.compat.proto.event_pb2 import Event
 
-                self._events.add_event(Event(wall_time=time.time(), **content))
+            events.add_event(Event(wall_time=time.time(), **content))
+
+        self._with_events(add)
+
+    def _with_events(self, use: Callable[[Any], object]) -> None:
+        if self._events is not None:
+            with self._tolerant(_EVENTS):
+                use(self._events)
 
     @contextmanager
     def _tolerant(self, what: str) -> Iterator[None]:
@@ -198,10 +201,9 @@ def _of_whole_model(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for name in ("gradient_norm", "applied_gradient_norm"):
         if parts := [each[name] for each in ranks if name in each]:
             found[name] = math.hypot(*parts)
-    if (applied := found.get("applied_gradient_norm")) is not None:
-        norm = found["gradient_norm"]
-        if abs(norm - applied) <= _ROUNDING * max(norm, applied):
-            del found["applied_gradient_norm"]
+    applied = found.get("applied_gradient_norm")
+    if applied is not None and math.isclose(applied, found["gradient_norm"], rel_tol=_ROUNDING):
+        del found["applied_gradient_norm"]
     return found
 
 

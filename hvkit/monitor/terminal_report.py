@@ -101,12 +101,10 @@ def headline(run: RecordedRun) -> str:
 
 def slow_ranks(run: RecordedRun) -> list[str]:
     """Sentences about the ranks that came last more often than others."""
-    said = []
-    for number, (rank, share) in enumerate(run.last()[:3]):
-        if share * len(run.hosts) <= 1:
-            break
-        why = f": {run.last_reason}" if run.last_reason and not number else ""
-        said.append(f"rank {rank} on {run.host_of(rank)} was last in {share:.0%} of steps{why}")
+    often = [(rank, part) for rank, part in run.last()[:3] if part * len(run.hosts) > 1]
+    said = [f"rank {r} on {run.host_of(r)} was last in {part:.0%} of steps" for r, part in often]
+    if said and run.last_reason:
+        said[0] += f": {run.last_reason}"
     return said
 
 
@@ -128,11 +126,10 @@ def troubles(run: RecordedRun) -> list[str]:
     if skipped := sum(each["skipped"] for each in run.records):
         verb = "was" if skipped == 1 else "were"
         said.append(f"{counted(skipped, 'step')} {verb} skipped: NaN or infinite gradients")
-    before = run.before
-    while before is not None:
-        steps_before = counted(before.taken, "step")
-        said.append(f"an earlier run of {steps_before} in this folder is not shown")
-        before = before.before
+    earlier: RecordedRun | None = run
+    while earlier and (earlier := earlier.before):
+        count = counted(earlier.taken, "step")
+        said.append(f"an earlier run of {count} in this folder is not shown")
     return said
 
 
@@ -160,9 +157,9 @@ def remarks(runs: Sequence[RecordedRun]) -> list[str]:
     if base is None:
         return []
     said = []
+    base_batch = _batch(base)
     for run in runs:
-        ranks, speedup = _ranks(run), _speedup(run, base)
-        batch, base_batch = _batch(run), _batch(base)
+        ranks, speedup, batch = _ranks(run), _speedup(run, base), _batch(run)
         if speedup > _ALLOWANCE * ranks:
             said.append(
                 f"{run.name}: a speedup of {speedup:.2f}x is more than {counted(ranks, 'rank')} "
@@ -178,8 +175,8 @@ def remarks(runs: Sequence[RecordedRun]) -> list[str]:
 
 def _last_values(runs: Sequence[RecordedRun]) -> list[Row]:
     """The last value of each metric."""
-    metrics = dict.fromkeys(name for run in runs for name in run.curves)
     lasts = [{name: f"{p[-1][1]:.4g}" for name, p in run.curves.items() if p} for run in runs]
+    metrics = dict.fromkeys(name for run in runs for name in run.curves)
     return [(f"last {name}", [each.get(name, "") for each in lasts]) for name in metrics]
 
 
@@ -198,12 +195,14 @@ def _speedup(run: RecordedRun, base: RecordedRun) -> float:
 
 def _batch(run: RecordedRun) -> float:
     """Samples of a rank in a step, on average."""
-    samples, steps = 0.0, 0
-    for each in run.records:
-        of_a_rank = each["samples_per_second"] / len(each["ranks"]["samples_per_second"])
-        samples += of_a_rank * each["seconds"].get("step", 0.0) * each["steps"]
-        steps += each["steps"]
-    return samples / max(steps, 1)
+    samples = sum(
+        each["samples_per_second"]
+        / len(each["ranks"]["samples_per_second"])
+        * each["seconds"].get("step", 0.0)
+        * each["steps"]
+        for each in run.records
+    )
+    return float(samples / max(sum(each["steps"] for each in run.records), 1))
 
 
 def _fractions(run: RecordedRun) -> dict[str, float]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from types import FrameType, TracebackType
 
 from hvkit.wording import near
@@ -30,19 +31,16 @@ _STACK = 12
 def stack_of_script() -> tuple[str, ...]:
     """The main thread's stack without hvkit's code: ``train.py:41 in load``, innermost last."""
     with frames() as now:
-        calls = _innermost(now.get(MAIN))
+        walked = ((frame.f_code, line) for frame, line in _walk(now.get(MAIN)))
+        calls = [(code.co_filename, line, code.co_name) for code, line in walked][:_STACK]
     return tuple(f"{_line(file, line)} in {name}" for file, line, name in reversed(calls))
 
 
-def _innermost(frame: FrameType | None) -> list[tuple[str, int, str]]:
-    """File, line and function of the innermost calls, without hvkit's own, the innermost first."""
-    found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < _STACK:
-        code = frame.f_code
-        if not code.co_filename.startswith(OWN_FOLDER):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return found
+def _walk(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """A thread's frames outside of hvkit and their lines, the innermost first."""
+    for each, line in walk_stack(frame) if frame is not None else ():
+        if not each.f_code.co_filename.startswith(OWN_FOLDER):
+            yield each, line
 
 
 def inside_tensorflow() -> int | None:
@@ -117,15 +115,11 @@ def line_of_script(thread: int | None = None) -> str:
 def _file_and_line(frames: dict[int, FrameType], thread: int) -> tuple[str, int]:
     fallback = "", 0
     for ident in (thread, MAIN):
-        frame = frames.get(ident)
-        while frame is not None:
-            file = frame.f_code.co_filename
-            if not file.startswith(OWN_FOLDER):
-                line = file, frame.f_lineno
-                if not _is_library(frame):
-                    return line
-                fallback = fallback if fallback[0] else line
-            frame = frame.f_back
+        for frame, line in _walk(frames.get(ident)):
+            found = frame.f_code.co_filename, line
+            if not _is_library(frame):
+                return found
+            fallback = fallback if fallback[0] else found
     return fallback
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -264,7 +263,6 @@ class Hub(Watcher):
         self._size = size
         self._listener = channel.RankListener(one_host=one_host)
         self.endpoint = self._listener.endpoint
-        self._new: queue.SimpleQueue[tuple[int, Connection]] = queue.SimpleQueue()
         # A message wakes the watcher's thread for a new connection, whose rank may end at once.
         self._wakes, self._wake = Pipe(duplex=False)
         self._connected: set[int] = set()
@@ -284,13 +282,12 @@ class Hub(Watcher):
     def stop(self) -> None:
         """As for any rank; waits for a shutdown in progress."""
         self._listener.close()
-        self._admit_new()  # the watcher's thread may not have, if the script ends within a second
         super().stop()
         if self._diagnosis:
             self._over.wait(_GRACE)
 
     def _admit(self, rank: int, connection: Connection) -> None:
-        self._new.put((rank, connection))
+        self._peers[rank] = connection
         self._wake.send_bytes(b"new")
         self._connected.add(rank)
         if len(self._connected) == self._size - 1:
@@ -298,20 +295,13 @@ class Hub(Watcher):
 
     def _watch(self) -> None:
         while not self._stopped.is_set():
-            self._admit_new()
             self._read_messages()
             self._agree_on_last_step()
             if not self._explained.is_set() or self._ended:
                 self._diagnose()
 
-    def _admit_new(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                rank, connection = self._new.get_nowait()
-                self._peers[rank] = connection
-
     def _read_messages(self) -> None:
-        # A copy, since the script's thread may admit further ones (``stop``).
+        # A copy, since the listener's threads may admit further ones.
         peers = list(self._peers.items())
         ready: set[Any] = {*wait([self._wakes, *(each for _, each in peers)], timeout=_TICK)}
         if self._wakes in ready:

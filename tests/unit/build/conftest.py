@@ -94,9 +94,11 @@ def steps(machine, monkeypatch):
         raise BuildError("no C++ compiler")
 
     monkeypatch.setattr(installer, "find_launching_mpi", lambda: machine.mpi)
-    monkeypatch.setattr(installer, "this_machine", lambda *_: machine)
+    monkeypatch.setattr(installer, "find_frameworks", lambda _: machine.frameworks)
+    monkeypatch.setattr(installer, "cuda_for", lambda *_: None)
+    monkeypatch.setattr(installer, "Machine", lambda *_: machine)
     monkeypatch.setattr(installer, "installed_abi", lambda: None)
     monkeypatch.setattr(installer, "install", lambda wheel: taken.append("install"))
-    monkeypatch.setattr(installer.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(installer, "find_toolchain", no_compiler)
     return taken

@@ -57,8 +57,8 @@ def test_with_a_gpu_or_where_it_offers_a_cpu_build_pips_default(options, capsys)
 @pytest.mark.parametrize(
     ("output", "reason"),
     [
-        (UNREACHABLE, f"{CPU_INDEX}: Failed to establish a new connection: [Errno -2] Name or"),
-        (FORBIDDEN, f"{CPU_INDEX}: 403 Client Error: Forbidden for url: x)"),
+        (UNREACHABLE, f"Could not fetch URL {CPU_INDEX}/torch/: connection error: HTTPS"),
+        (FORBIDDEN, f"Could not fetch URL {CPU_INDEX}/torch/: 403 Client Error: Forbidden for"),
         (NOT_THIS_ONE, f"{CPU_INDEX} has no 2.13.0 for this Python"),
         (Output(None), "no answer in 60 s"),
     ],

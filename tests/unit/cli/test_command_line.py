@@ -54,7 +54,7 @@ def started(monkeypatch):
     """The requests that ``hvkit run`` makes; it starts nothing on this host of four cores."""
     requests = []
     monkeypatch.setattr(run, "start", lambda found: requests.append(found) or Outcome(0))
-    monkeypatch.setattr(run, "hosts_of", lambda args, refuse: ((), None))
+    monkeypatch.setattr(run, "hosts_of", lambda args: ((), None))
     monkeypatch.setattr(prepare, "usable_cores", lambda: 4)
     monkeypatch.setattr(prepare, "visible_gpus", lambda environ: 0)
     return requests
@@ -136,7 +136,7 @@ def test_manifests_have_advice_for_the_options_of_other_launchers(capsys, system
 
 def test_a_number_of_ranks_that_is_too_many_is_for_hosts_that_are_named(started, monkeypatch):
     named = (Host("localhost", slots=500),)
-    monkeypatch.setattr(run, "hosts_of", lambda args, refuse: (named, None))
+    monkeypatch.setattr(run, "hosts_of", lambda args: (named, None))
     assert main(["run", "-np", "500", "-H", "localhost:500", "train.py"]) == 0
     assert started[0].np == 500
 
