@@ -169,9 +169,7 @@ class PyTorchPort:
         return records + self._attach(hooks, divided=divided), keeper
 
     def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
-        """Average the gradients of passes that the caller surrounds with the reducer's
-        ``begin_pass`` and ``end_pass``; also return what keeps a compression's residuals.
-        """
+        """Keep in step by the reducer's ``begin_pass`` and ``end_pass``, which the caller calls."""
         hooks = {each: UpdateHooks() for each in self.optimizers}
         statistics = self._averaged_statistics(self.model)
         name = self.options.group.numbered("hvkit")
@@ -183,9 +181,7 @@ class PyTorchPort:
     def _attach(
         self, hooks: Mapping[Optimizer, UpdateHooks], *, divided: bool = False
     ) -> list[tuple[Any, Record]]:
-        """Call hooks, which have all features but those inside updates, around the optimizers'
-        steps.
-        """
+        """Call hooks, which have all features but those inside updates, around the steps."""
         records: list[tuple[Any, Record]] = []
         for optimizer, around in hooks.items():
             rate = None
@@ -209,10 +205,10 @@ class PyTorchPort:
         *,
         follows_passes: bool = True,
     ) -> Keeper | None:
-        """Keep the parameters in step from now on; ``name`` is no other models'.
+        """Keep the parameters in step from now on.
 
-        Without ``follows_passes`` the caller surrounds backward passes with ``begin_pass`` and
-        ``end_pass`` of ``self.reducer``.
+        Without ``follows_passes`` the caller calls ``begin_pass`` and ``end_pass`` of
+        ``self.reducer``.
         """
         options, group = self.options, self.options.group
         learnt = functools.partial(buffers.compared_of, self.models)
@@ -231,7 +227,8 @@ class PyTorchPort:
                 checks, strategy, options.compression, statistics, self._nonfinite()
             )
             parameters = self.parameters.values()
-            sparse = modules.sparse_embeddings(self.model) & set(parameters)
+            layers = modules.sparse_layers(self.model).values()
+            sparse = {each.weight for each in layers} & set(parameters)
             keeper = self.reducer = GradientReducer(
                 parameters, sparse, reduction, follows_passes=follows_passes
             )
@@ -261,9 +258,7 @@ class PyTorchPort:
         )
         records: list[tuple[Any, Record]] = []
         for number, model in enumerate(self.models):
-            plain: Any = weakref.proxy(fully_shard.plain(model))
-            prefix = f"{number}."
-            gather = functools.partial(fully_shard.DividedModels.gathered, divided, plain, prefix)
+            gather = functools.partial(fully_shard.DividedModels.gathered, divided, f"{number}.")
             records.append((model, Record(gathered=gather)))
         return records
 
@@ -306,9 +301,8 @@ def _free_dropped_models(size: int) -> None:
 def _keep_as_long_as(parameters: Iterable[Any], kept: object) -> None:
     """Let an object live as long as any of these parameters, also without the optimizers.
 
-    The reference is an attribute of the parameter's dict of hooks: pickles and copies leave that
-    out, and the garbage collector sees it, so that models are freed although the object refers to
-    their parameters.
+    The reference is in the parameter's dict of hooks, which pickles and copies leave out, and the
+    garbage collector sees.
     """
     for p in parameters:
         if p._backward_hooks is None:
@@ -317,10 +311,7 @@ def _keep_as_long_as(parameters: Iterable[Any], kept: object) -> None:
 
 
 def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
-    """Average what the gradients of the models with these parameters hold now; a collective.
-
-    Return whether ``distribute`` got a model with one of them.
-    """
+    """Average the gradients of the models with these parameters; return whether there are any."""
     for reducer in reducers_of(parameters):
         reducer.reduce()
     return any(map(is_distributed_parameter, parameters))

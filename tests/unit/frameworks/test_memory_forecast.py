@@ -159,7 +159,7 @@ def test_a_line_for_each_rank_of_different_stages():
 def test_ranks_that_divide_layers_share_a_line():
     memories = [Memory(1, size * 1_000_000_000) for size in (24, 24, 24, 12)]
     first, second = table(RANKS, memories, (4, 5, 6, 7), "AdamW").splitlines()
-    assert first.startswith("stage 0 on ranks 4, 5: ")
+    assert first.startswith("stage 0 on ranks 4-5: ")
     assert first.endswith(" of 24 GB")
     assert second.endswith(" of 12 GB")
 
@@ -171,7 +171,7 @@ def test_ranks_that_divide_layers_share_a_line():
         # One host has enough for both, although not in equal shares.
         ((1, 1), (1.0, 3.0), ""),
         ((1, 2), (1.0, 3.0), "rank 4 needs 1.74 GB, but there are 1 GB"),
-        ((1, 1), (1.5, 1.5), "ranks 4, 5 needs 3.49 GB, but there are 3 GB"),
+        ((1, 1), (1.5, 1.5), "ranks 4-5 needs 3.49 GB, but there are 3 GB"),
     ],
 )
 def test_what_does_not_fit_is_named(places, sizes, warned):

@@ -46,7 +46,7 @@ def test_any_cut_is_read_by_any_other(written):
             saved = piece
         else:
             saved.add(piece)
-    assert torch.equal(saved.whole(), WHOLE)
+    assert torch.equal(saved.full(), WHOLE)
     for read in CUTS:
         for expected, blocks in parts(*read):
             own = torch.full_like(expected, -1)
@@ -59,7 +59,7 @@ def test_a_missing_piece_is_an_error():
     found = described(first, WHOLE.shape, blocks)
     saved = SavedTensor(found["shape"], found["pieces"])
     with pytest.raises(HvkitError, match="hold 144 of the 288 elements"):
-        saved.whole()
+        saved.full()
 
 
 def test_a_file_holds_the_part_alone(tmp_path):
@@ -67,10 +67,10 @@ def test_a_file_holds_the_part_alone(tmp_path):
     found = described(large[:10], (10, 100), blocks_of((10, 100)))
     torch.save({"plan": None, "state": {"w": found}}, tmp_path / "part.pt")
     assert (tmp_path / "part.pt").stat().st_size < 8000
-    assert torch.equal(SavedState([tmp_path / "part.pt"]).values["w"].whole(), large[:10])
+    assert torch.equal(SavedState([tmp_path / "part.pt"]).values["w"].full(), large[:10])
 
 
 def test_numbers_and_empty_tensors_have_pieces_too():
     for t in (torch.tensor(3.5), torch.empty(0, 4), torch.empty(2, 0)):
         found = described(t, t.shape, blocks_of(t.shape))
-        assert torch.equal(SavedTensor(found["shape"], found["pieces"]).whole(), t)
+        assert torch.equal(SavedTensor(found["shape"], found["pieces"]).full(), t)

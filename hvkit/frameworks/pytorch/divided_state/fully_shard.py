@@ -1,8 +1,8 @@
 """Models that PyTorch's ``fully_shard`` divides among the ranks.
 
-PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that was made before holds
-the old ones, and would update nothing: it gets the new ones of the same names. Loading takes whole
-tensors, and saving returns them, so files are the same as for the plain model.
+PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that holds the old ones
+would update nothing: it gets the new ones of the same names. Loading takes whole tensors, and
+saving returns them, so files are the same as for the plain model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
+from hvkit.mesh import Mesh, MeshPosition
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call, waiting_for_all_ranks
@@ -58,8 +60,8 @@ except ImportError as error:
 class DividedModels(ModelState):
     """Models whose parameters are divided among the ranks, and their optimizers.
 
-    The models are the same on every rank, with the same weights, and change in place. Optimizers
-    update the new parameters, each rank its part. ``statistics`` are averaged after each step.
+    The models have the same weights on every rank. Optimizers update the new parameters, each rank
+    its part. ``statistics`` are averaged after each step.
     """
 
     def __init__(
@@ -100,9 +102,8 @@ class DividedModels(ModelState):
             dict.fromkeys([*after, *dict(together.named_buffers())], 0),
             links,
             slicings,
-            collects=True,
-            first_slice=True,
-            first_shard=runtime.rank() == 0,        )
+            MeshPosition(Mesh(data=1, shard=runtime.size()), runtime.rank()),
+        )
         self._shown = WholeParameters()
         self._shown.add(together, {p: slicings[name] for name, p in after.items()})
         for optimizer, hooks in optimizers.items():
@@ -181,8 +182,7 @@ def shard_parts(
 ) -> None:
     """Divide the parameters of modules, which come before those that contain them.
 
-    Each is gathered by itself. ``note`` is called with its number whenever it is gathered, and
-    ``options`` are those of ``fully_shard``.
+    Each is gathered by itself; ``note`` is called with its number whenever it is.
     """
     for number, part in enumerate(parts):
         each: Any = fully_shard(part, mesh=mesh, **options)
@@ -246,7 +246,7 @@ def _count_scatter(sent: torch.Tensor, ranks: int) -> None:
 
 def _require_gradients(optimizer: Optimizer) -> None:
     """Raise if a step would change nothing."""
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     # A rank may have no part of a small parameter.
     trained = [p for p in trained if not isinstance(p, DTensor) or p.to_local().numel()]
     if trained and all(p.grad is None for p in trained):

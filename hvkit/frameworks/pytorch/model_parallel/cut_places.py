@@ -83,7 +83,6 @@ class ShapeOnly:
     shapes: tuple[torch.Size, ...]
 
     def includes(self, time: int) -> bool:
-        """Whether an operation was in the call."""
         return self.begun < time <= self.ended
 
 
@@ -212,7 +211,6 @@ class ForwardTrace(EachOperation):
             self._tensor_uses.append((self.time + 1, getattr(t, _BORN), t))
 
     def note_value_read(self, error: Exception) -> None:
-        """Note that the forward reads a value now."""
         self.value_reads.append(self.time)
         self.value_readers[self._inside[-1] if self._inside else ""] = None
         self.read_error = self.read_error or error
@@ -275,7 +273,6 @@ class ForwardTrace(EachOperation):
         )
 
     def _note_new_buffers(self, name: str, module: nn.Module) -> None:
-        """Note when a module has replaced buffers by other tensors."""
         for own, buffer in module.named_buffers(recurse=False):
             full = f"{name}.{own}" if name else own
             if full in self._buffers and storage_of(buffer) != storage_of(self._buffers[full]):

@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes: bool,
     ) -> Any:
         arguments, named = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
-        on_meta, named_on_meta = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
+        on_meta, named_on_meta = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
         if makes or kwargs.get("device") is not None:
             named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
         views = [each for each in tree_leaves((arguments, named)) if isinstance(each, View)]
@@ -305,10 +305,6 @@ def _refuse(
                 "deferred ones or random numbers: make it with torch.empty inside "
                 "hvkit.deferred_init(), or change it before the block"
             )
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(_META)
 
 
 @functools.cache

@@ -311,13 +311,13 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     last_read = max(time for times in found.uses.values() for time in times)
     if begins is not None and last_read == begins + 1:  # logits, up to their loss
         inside.append((begins, sys.maxsize))
+    experts = tuple(f"{name}." for name, each in plan.divisions.items() if each.style == "experts")
     places = tuple(
         place
         for place in found.places
         if not any(begin < place.time <= end for begin, end in inside)
+        and not place.name.startswith(experts)
     )
-    experts = tuple(f"{name}." for name, each in plan.divisions.items() if each.style == "experts")
-    places = tuple(place for place in places if not place.name.startswith(experts))
     divided = _divided_when(found, plan, inside)
     saved = tuple(
         replace(each, nbytes=each.nbytes // plan.ways) if divided(each) else each

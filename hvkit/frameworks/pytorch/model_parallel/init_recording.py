@@ -173,7 +173,6 @@ class InitRecording:
                 _become(tensor, view.on(storages[view.storage]))
 
     def make_all(self) -> None:
-        """Make every tensor real that is still on meta."""
         self.make(self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvkit import runtime
+from hvkit.errors import ranks_text
 from hvkit.frameworks.pytorch.divided_state.trials import copied
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
@@ -282,7 +283,7 @@ def table(
     each = len(members) // len(ranks)
     for number, rank in enumerate(ranks):
         own = slice(number * each, (number + 1) * each)
-        where = f"rank{'s' * (each > 1)} {', '.join(map(str, members[own]))}"
+        where = ranks_text(members[own])
         if len(ranks) > 1:
             which = ", ".join(map(str, rank.stages))
             where = f"stage{'s' * (len(rank.stages) > 1)} {which} on {where}"
@@ -301,9 +302,8 @@ def too_large(
         needed = sum(ranks[i // each].total for i in there)
         room = sum(memories[i].nbytes for i in there)
         if needed > room:
-            which = ", ".join(str(members[i]) for i in there)
             return (
-                f"a training step of rank{'s' * (len(there) > 1)} {which} needs "
+                f"a training step of {ranks_text([members[i] for i in there])} needs "
                 f"{in_words(needed)}, but there are {in_words(room)}: divide the model among more "
                 'ranks, balance it with stages="bytes", take smaller batches, or '
                 'schedule="1F1B", which keeps the activations of fewer micro-batches'

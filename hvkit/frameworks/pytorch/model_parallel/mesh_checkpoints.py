@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from hvkit.compression import Compression
@@ -103,13 +102,11 @@ class MeshKeeper:
         self._when_divided(lambda: load() if self._in_round else None)
 
     def arrive(self) -> None:
-        """Wait for overlapped agreements; a collective."""
         if self._keeper is not None:
             self._keeper.arrive()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """A context with the weights of an agreement now; a collective if ``local``."""
         if self._keeper is not None and not self._pending:
             with self._keeper.settled():
                 yield
@@ -122,11 +119,9 @@ class MeshKeeper:
             self.load_pending()
 
     def unsettled(self) -> AbstractContextManager[None]:
-        """A context with this rank's local weights, inside ``settled``."""
         return nullcontext() if self._keeper is None else self._keeper.unsettled()
 
     def start_over(self) -> None:
-        """Forget the state; begin with the present weights."""
         self._pending.clear()
         self._in_round = False
         if self._keeper is not None:
@@ -134,7 +129,6 @@ class MeshKeeper:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which rank 0 has the full state; a collective."""
         if self._keeper is not None and self._model is not None and self.local:
             state = self._keeper.state()
             found = self._model.collected(self._by_parameter(state), self._number)
@@ -159,27 +153,21 @@ class MeshKeeper:
 
     @property
     def is_divided(self) -> bool:
-        """Whether this rank has a part of the strategy's state."""
         return self._keeper is not None and self.local
 
     def plan(self) -> dict[str, Any]:
-        """The state that belongs to no parameter, for rank 0's file."""
         return strategy_plan(self._part_keeper.state()[COUNTS], list(self._number))
 
     def shards(self) -> dict[str, Any]:
-        """This rank's part of a sharded checkpoint."""
         return self._model_state.saved_slices(self._by_parameter(self._part_keeper.state()))
 
     def state(self) -> _Arrays:
-        """The full state, on rank 0 inside ``gathered``."""
         return self._full
 
     def load_state(self, arrays: _Arrays, *, in_round: bool) -> None:
-        """Set the full state, when the model is divided."""
         self._load_later(lambda: self._slices_of(arrays), in_round=in_round)
 
     def load_shards(self, saved: SavedState, *, in_round: bool) -> None:
-        """Read this rank's part from a sharded checkpoint, when the model is divided."""
         self._load_later(lambda: self._saved_slices(saved), in_round=in_round)
 
     def _load_later(self, own: Callable[[], _Arrays], *, in_round: bool) -> None:
@@ -217,7 +205,6 @@ class MeshKeeper:
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
-        """This rank's state that only the same mesh can load."""
         if self._pending:
             raise ValueError(
                 f"the state of {self.strategy} in a checkpoint is loaded when the first batch "
@@ -233,7 +220,6 @@ class MeshKeeper:
         return self._keeper.rank_state() | common
 
     def load_rank_state(self, arrays: _Arrays) -> None:
-        """Set what ``rank_state`` returned on this rank."""
         self.in_saved_round(lambda: self._part_keeper.load_rank_state(arrays))
 
 
@@ -267,22 +253,16 @@ class _InParts:
 
 
 class ModelInParts(_InParts):
-    def __init__(
-        self, parallel: ParallelModel, keeper: MeshKeeper | None, model: nn.Module
-    ) -> None:
-        super().__init__(parallel, keeper)
-        self._model = model
-
     def rank_state(self) -> dict[str, Any]:
-        return self._state.slices_of(self._model) if self.is_divided else {}
+        return self._state.slices() if self.is_divided else {}
 
     def shards(self) -> dict[str, Any]:
         names = set(self.plan()["names"].values())  # without buffers that are not saved
-        own = self._state.slices_of(self._model)
+        own = self._state.slices()
         return self._state.saved_slices({n: t for n, t in own.items() if n in names})
 
     def plan(self) -> dict[str, Any]:
-        return model_plan(*self._state.named_state(self._model))
+        return model_plan(*self._state.named_state())
 
     @torch.no_grad()
     def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
@@ -290,7 +270,7 @@ class ModelInParts(_InParts):
         if expected != saved.values.keys():
             missing, unknown = expected - saved.values.keys(), saved.values.keys() - expected
             raise ValueError(f"it lacks {sorted(missing)}, and has unknown {sorted(unknown)}")
-        for name, own in self._state.slices_of(self._model).items():
+        for name, own in self._state.slices().items():
             if name in expected:
                 found = self._state.part_of_saved(name, saved)
                 if found.shape != own.shape:

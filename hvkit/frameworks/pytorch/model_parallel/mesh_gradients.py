@@ -248,41 +248,28 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with as_plain():
-            own = _clipped(listed, max_norm, float(norm_type), error_if_nonfinite, foreach)
-        return (
-            plain(listed, max_norm, norm_type, error_if_nonfinite, foreach) if own is None else own
-        )
+            models = [each for each in _models() if each.holds(given)]
+            listed = given
+            for model in models:
+                listed = model.current(listed)
+            gradients = [gradient for p in listed if (gradient := p.grad) is not None]
+            divided = any(isinstance(each, DTensor) for each in gradients)
+            if models or divided:
+                for each in _before_clipping:
+                    each.before_clipping(listed)
+                of_models = {model: [p for p in listed if model.holds([p])] for model in models}
+                total = _of_all(of_models, gradients, float(norm_type))
+                result = _checked(total, gradients, error_if_nonfinite)
+                if divided:
+                    _scale(listed, max_norm, total)
+                else:
+                    clip_grads_with_norm_(listed, max_norm, total, foreach)
+                return result
+        return plain(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
     return clip_grad_norm_
-
-
-def _clipped(
-    parameters: list[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> torch.Tensor | None:
-    """The norm, after clipping the gradients of these parameters; None if none is divided."""
-    models = [each for each in _models() if each.holds(parameters)]
-    for model in models:
-        parameters = model.current(parameters)
-    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-    divided = any(isinstance(each, DTensor) for each in gradients)
-    if not models and not divided:
-        return None
-    for each in _before_clipping:
-        each.before_clipping(parameters)
-    of_models = {model: [p for p in parameters if model.holds([p])] for model in models}
-    total = _of_all(of_models, gradients, norm_type)
-    result = _checked(total, gradients, error_if_nonfinite)
-    if divided:
-        _scale(parameters, max_norm, total)
-    else:
-        clip_grads_with_norm_(parameters, max_norm, total, foreach)
-    return result
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class OnMeta(TorchFunctionMode):
         tensors = [] if func is functional.pad else tensors_in((args, kwargs))
         given = args, kwargs
         if any(t.is_meta for t in tensors) and not all(t.is_meta for t in tensors):
-            args, kwargs = tree_map_only(torch.Tensor, _to_meta, given)
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), given)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -101,10 +101,6 @@ MAKES_NEW = (
     *(torch.zeros_like, torch.ones_like, torch.full_like),
 )
 _MOVES = (_TO, torch.Tensor.cuda, torch.Tensor.cpu)
-
-
-def _to_meta(t: torch.Tensor) -> torch.Tensor:
-    return t.to("meta")
 
 
 def holders_in(model: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -35,6 +35,7 @@ from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, local_part
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
+from hvkit.mesh import MeshPosition
 from hvkit.transport.traffic import count
 from hvkit.watch.calls import call, translated, waiting
 
@@ -42,8 +43,8 @@ from hvkit.watch.calls import call, translated, waiting
 class ModelState:
     """Gathers parameters and buffers on rank 0, or on all ranks.
 
-    ``holder`` has the rank along the pipeline that holds each, ``slicings`` are of this rank's
-    parameters, and ``collects`` is whether this rank is in rank 0's replica of the model.
+    ``holder`` has the rank along the pipeline that holds each; ``slicings`` are of this rank's
+    parameters.
     """
 
     def __init__(
@@ -52,17 +53,17 @@ class ModelState:
         holder: Mapping[str, int],
         links: TorchChannel,
         slicings: Mapping[str, Slicing],
-        *,
-        collects: bool,
-        first_slice: bool,
-        first_shard: bool,
+        position: MeshPosition,
     ) -> None:
-        self._holder = holder
-        self._links, self._rank = links, dist.get_rank(links.group)
-        self._slicings, self._collects = slicings, collects
-        self._first_slice, self._first_shard = first_slice, first_shard
+        self._model, self._holder = model, holder
+        self._links, self._rank = links, position.along("pipeline")
+        self._slicings = slicings
+        # Whether this rank is in rank 0's replica of the model.
+        self._collects = position.along("data") == 0
+        self._first_slice = position.along("tensor") == 0
+        self._first_shard = position.along("shard") == 0
         # All slices of a tensor are gathered on each of their ranks: one of these sends it.
-        self._sends = first_shard and first_slice
+        self._sends = self._first_shard and self._first_slice
         # The full tensors by name, on rank 0 inside ``gathered``.
         self._full: dict[str, torch.Tensor] = {}
         self._parameters = dict(model.named_parameters())
@@ -79,15 +80,12 @@ class ModelState:
         return self._collects and self._sends and self._rank == 0
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of this rank's slice of a parameter."""
         return self._parameters[name].shape
 
     def full_shape_of(self, name: str) -> torch.Size:
-        """The shape of the full parameter, of which this rank has a slice."""
         return self.slicing(name).shape(self._parameters[name])
 
     def slicing(self, name: str) -> Slicing:
-        """The slicing of a parameter or buffer of this rank."""
         return self._slicings.get(name, Slicing())
 
     def counts(self, name: str) -> bool:
@@ -107,25 +105,25 @@ class ModelState:
         return self.slicing(self._names[parameter]).slice_like(full, parameter)
 
     @contextmanager
-    def gathered(self, model: nn.Module, prefix: str = "") -> Iterator[None]:
+    def gathered(self, prefix: str = "") -> Iterator[None]:
         """Let ``state_dict`` return full tensors on rank 0, of all or a part; a collective."""
         names = [name for name in self._holder if name.startswith(prefix)]
-        self._full |= self.collected(self._tensors(model, prefix), names)
+        self._full |= self.collected(self._tensors(), names)
         try:
             yield
         finally:
             for name in names:
                 self._full.pop(name, None)
 
-    def _tensors(self, model: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, torch.Tensor]:
         # The model itself may hold gathered weights, whose memory PyTorch is about to free.
-        tensors = {**self._parameters, **{prefix + n: b for n, b in model.named_buffers()}}
+        tensors = {**self._parameters, **dict(self._model.named_buffers())}
         return {name: t.detach() for name, t in tensors.items()}
 
     @torch.no_grad()
-    def full_everywhere(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def full_everywhere(self) -> dict[str, torch.Tensor]:
         """The full parameters and buffers on every rank, by name; a collective."""
-        found, links, own = {}, self._links, self._tensors(model)
+        found, links, own = {}, self._links, self._tensors()
         with call("generate()"), links.waiting():
             for name, source in self._holder.items():
                 if source == self._rank:
@@ -204,17 +202,17 @@ class ModelState:
                 # PyTorch compares shapes, and the parameter shows that of the full tensor.
                 state[prefix + name] = own if slicing is None else show(own, slicing)
 
-    def slices_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def slices(self) -> dict[str, torch.Tensor]:
         """This rank's slices of parameters, and its buffers, by name."""
         parameters = {n: p.detach() for n, p in self._parameters.items() if not p.is_meta}
-        return parameters | dict(model.named_buffers())
+        return parameters | dict(self._model.named_buffers())
 
-    def named_state(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    def named_state(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The state dict without tensors, and by its keys the names of their tensors."""
-        empty = {name: torch.empty(0, device="meta") for name in self._tensors(model)}
+        empty = {name: torch.empty(0, device="meta") for name in self._tensors()}
         before, self._full = self._full, empty
         try:
-            state = model.state_dict()
+            state = self._model.state_dict()
         finally:
             self._full = before
         name_of = {id(t): name for name, t in empty.items()}
@@ -251,7 +249,7 @@ class ModelState:
     def _part_of_tensor(self, name: str, saved: SavedTensor) -> torch.Tensor:
         p = self._parameters.get(name)
         if p is None or saved.shape[: p.dim()] != self.full_shape_of(name):
-            return saved.whole()
+            return saved.full()
         more = saved.shape[p.dim() :]
         own = torch.empty((*local_part(p).shape, *more), dtype=saved.dtype, device=p.device)
         saved.fill(own, self.slicing(name).blocks((*p.shape, *more), p))
@@ -273,7 +271,6 @@ class ModelState:
         optimizer.register_load_state_dict_post_hook(_drop_state_of_others)
 
     def state_slices(self, p: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's slices of a parameter's state."""
         return self.slicing(self._names[p]).state_slices(state, p)
 
     def state_of(self, optimizer: Optimizer) -> dict[torch.Tensor, Any] | None:
@@ -302,7 +299,6 @@ class FullModel:
             vars(model)["generate"] = self._generate
 
     def divided(self, state: ModelState) -> None:
-        """Begin with this rank's part of the model."""
         self._state = state
         tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
         names = {id(t): name for name, t in tensors}
@@ -325,7 +321,7 @@ class FullModel:
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         run = cast(Any, type(self._model)).generate
         if self._settled and self._state is not None:
-            with self._plain_model(self._state.full_everywhere(self._model)):
+            with self._plain_model(self._state.full_everywhere()):
                 return run(self._model, *args, **kwargs)
         return run(self._model, *args, **kwargs)
 
@@ -370,7 +366,6 @@ class _OptimizerSlices(PartOfState):
         self._model = model
 
     def take_slices(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Before loading: take this rank's slices."""
         parameters = self._parameters()
         slices = {
             i: values

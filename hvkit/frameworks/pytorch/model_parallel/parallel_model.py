@@ -316,13 +316,6 @@ class ParallelModel:
         for optimizer in self._optimizers:
             follow(optimizer, own, after)
         self._mark_in_mesh(after.values())
-        names: dict[torch.Tensor, str] = {p: name for name, p in after.items()}
-        self._script_hooks = HooksOnShards(
-            {after[name]: p for name, p in own.items() if is_divided(after[name])},
-            lambda p: f"parameter {names[p]}",
-            lambda p, own: cast(ModelState, self.state).full_gradient(p, own),
-            lambda p, full: cast(ModelState, self.state).gradient_slice(p, full),
-        )
         return after
 
     def _keep_state(
@@ -336,15 +329,16 @@ class ParallelModel:
         position, model = self._options.position, self._model
         holder = {name: stages.holders(name)[0] for name, _ in model.named_parameters()}
         holder |= {name: stages.buffer_holder(name) for name, _ in model.named_buffers()}
-        state = self.state = ModelState(
-            model,
-            holder,
-            self._groups.pipeline,
-            slicings,
-            collects=position.along("data") == 0,
-            first_slice=position.along("tensor") == 0,
-            first_shard=position.along("shard") == 0,
-        )
+        state = ModelState(model, holder, self._groups.pipeline, slicings, position)
+        self.state = state
+        if self._options.mesh.shard > 1:
+            names: dict[torch.Tensor, str] = {p: name for name, p in own.items()}
+            self._script_hooks = HooksOnShards(
+                {own[name]: p for name, p in before.items() if is_divided(own[name])},
+                lambda p: f"parameter {names[p]}",
+                state.full_gradient,
+                state.gradient_slice,
+            )
         # Only the model holds a strong reference: clipping finds it by the parameters.
         self._gradients = GradientsOfAllRanks(
             model.parameters(),
@@ -353,9 +347,9 @@ class ParallelModel:
             # The script may still hold replaced parameters.
             {p: own[name] for name, p in before.items() if own[name] is not p},
         )
-        self._full.divided(self.state)
+        self._full.divided(state)
         for optimizer in self._optimizers:
-            self.state.attach(optimizer)
+            state.attach(optimizer)
             overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
             scaler_hooks(optimizer).overflows = overflows
         for load in self._pending:
@@ -394,7 +388,6 @@ class ParallelModel:
         return self._recording is not None
 
     def when_divided(self, load: Callable[[], None]) -> None:
-        """Call ``load`` when the model is divided, or at once if it is."""
         if self.state is None:
             self._pending.append(load)
         else:
@@ -403,7 +396,7 @@ class ParallelModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which rank 0 has the full state dict of the model; a collective."""
-        state = nullcontext() if self.state is None else self.state.gathered(self._model)
+        state = nullcontext() if self.state is None else self.state.gathered()
         with self._full.settled(), state:
             yield
 

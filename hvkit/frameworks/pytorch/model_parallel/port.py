@@ -71,6 +71,7 @@ class MeshPort(PyTorchPort):
                     "torch.nn.utils.parametrizations.weight_norm"
                 )
         parameters = set(self.model.parameters())
+        why_not = why_not_by_parameter if self.mesh.mesh.tensor == 1 else why_not_by_element
         for each in self.optimizers:
             for p in (p for group in each.param_groups for p in group["params"]):
                 if p not in parameters:
@@ -79,8 +80,6 @@ class MeshPort(PyTorchPort):
                         f"is not in the model, and ranks of {self.mesh.mesh} keep in step what is: "
                         "make it a parameter of the model, and compute with it in forward()"
                     )
-        why_not = why_not_by_parameter if self.mesh.mesh.tensor == 1 else why_not_by_element
-        for each in self.optimizers:
             if why := why_not(each):
                 raise ValueError(
                     f"optimizer {type(each).__name__} cannot update a model whose parameters are "
@@ -139,11 +138,10 @@ class MeshPort(PyTorchPort):
                 )
             )
         self._parallel: ParallelModel = proxy
-        model: Any = weakref.proxy(self.model)
         of_model = Record(
             gathered=functools.partial(ParallelModel.gathered, proxy),
             numbers=proxy,
-            sharded=ModelInParts(proxy, self._keeper, model),
+            sharded=ModelInParts(proxy, self._keeper),
             sharded_keeper=self._keeper,
         )
         of_optimizers: list[tuple[Any, Record]] = []

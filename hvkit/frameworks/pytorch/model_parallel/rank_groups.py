@@ -41,9 +41,7 @@ class RankGroups:
 
         def along(*axes: Axis) -> TorchChannel:
             group = process_group.group_of(tuple(rows(options.mesh, *axes)))
-            through_host = process_group.ranks_share_gpus()
-            ranks = options.position.members(*axes)
-            return TorchChannel(group, ranks, device, name, through_host=through_host)
+            return TorchChannel(group, device, name)
 
         self.pipeline = along("pipeline")
         self.same_batch = along("pipeline", "tensor")

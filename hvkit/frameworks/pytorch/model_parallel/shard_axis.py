@@ -59,8 +59,7 @@ def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
     state = part._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for group in filter(None, groups):
-        own = group.post_backward
-        group.post_backward = functools.partial(_with_zeros, group, own, mesh)
+        group.post_backward = functools.partial(_with_zeros, group, group.post_backward, mesh)
 
 
 @torch.no_grad()

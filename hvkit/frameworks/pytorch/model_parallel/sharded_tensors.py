@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class SavedTensor:
         """Take over the pieces that another rank has written."""
         self.pieces += other.pieces
 
-    def whole(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
+    def full(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
         """The full tensor; with ``alias`` perhaps in the memory of the file, which must stay."""
         if alias and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
             return self.pieces[0][1]
@@ -142,7 +143,8 @@ def described(own: torch.Tensor, shape: Sequence[int], blocks: Sequence[Block]) 
     if own.untyped_storage().nbytes() != own.numel() * own.element_size():
         own = own.clone()  # torch.save writes the whole storage of a view
     pieces = [
-        (list(block.start), own[tuple(map(_slice, block.at, block.size))]) for block in blocks
+        (list(block.start), own[tuple(map(slice, block.at, map(add, block.at, block.size)))])
+        for block in blocks
     ]
     return {_SHAPE: list(shape), _PIECES: pieces}
 
@@ -157,10 +159,6 @@ def described_state(
         values = {key: described_state(each, tensor) for key, each in value.items()}
         return {_VALUES: {key: each for key, each in values.items() if each is not None}}
     return {_PLAIN: value}
-
-
-def _slice(start: int, length: int) -> slice:
-    return slice(start, start + length)
 
 
 class SavedState:
@@ -180,13 +178,13 @@ class SavedState:
     def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
         """A state dict, or a strategy's arrays, as one process would have saved them."""
         plan, names = self.plan, self.plan["names"]
-        whole = functools.partial(SavedTensor.whole, new=new, alias=alias)
+        joined = functools.partial(SavedTensor.full, new=new, alias=alias)
         if plan["kind"] == "model":
-            full = {name: whole(self.values[name]) for name in dict.fromkeys(names.values())}
+            full = {name: joined(self.values[name]) for name in dict.fromkeys(names.values())}
             plan["state"].update({key: full[name] for key, name in names.items()})
             return plan["state"]
         number = {name: i for i, name in enumerate(names) if name in self.values}
-        states = {name: with_tensors_of(self.values[name], whole) for name in number}
+        states = {name: with_tensors_of(self.values[name], joined) for name in number}
         if plan["kind"] == "strategy":
             return strategy_arrays(plan["counts"].numpy(), states, number)
         of_parameters = {number[name]: state for name, state in states.items()}
@@ -242,21 +240,21 @@ COUNTS, TRAINED = "counts", "trained"
 
 def strategy_arrays(
     counts: np.ndarray[Any, Any],
-    whole: Mapping[str, Mapping[str, torch.Tensor]],
+    full: Mapping[str, Mapping[str, torch.Tensor]],
     number: Mapping[str, int],
 ) -> dict[str, np.ndarray[Any, Any]]:
     """A strategy's state as one process would save it, and ``RoundKeeper.state`` returns it.
 
-    The counts belong to no parameter. ``whole`` has by parameter the strategy's tensors of its
+    The counts belong to no parameter. ``full`` has by parameter the strategy's tensors of its
     shape, and whether ranks have trained it since they agreed on it.
     """
     arrays = {
         f"{kept}.{number[name]}": t.reshape(-1).numpy()
-        for name, state in whole.items()
+        for name, state in full.items()
         for kept, t in state.items()
         if kept != TRAINED
     }
-    trained = sorted(number[name] for name, state in whole.items() if state[TRAINED])
+    trained = sorted(number[name] for name, state in full.items() if state[TRAINED])
     return arrays | {COUNTS: counts, TRAINED: np.array(trained, np.int64)}
 
 
@@ -265,7 +263,7 @@ def strategy_values(
     number: Mapping[str, int],
     shape_of: Callable[[str], Sequence[int]],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The argument ``whole`` of ``strategy_arrays``, from its result, for these parameters."""
+    """The argument ``full`` of ``strategy_arrays``, from its result, for these parameters."""
     trained = set(arrays[TRAINED].tolist())
     found = {name: {TRAINED: torch.tensor(i in trained)} for name, i in number.items()}
     names = {str(i): name for name, i in number.items()}

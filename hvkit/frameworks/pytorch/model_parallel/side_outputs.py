@@ -227,7 +227,6 @@ class SideOutputs:
         self._entries = new | self._entries
 
     def _was_there(self, path: OutputPath, entry: _Location) -> bool:
-        """Whether the container of an entry is older than ``begin``."""
         return path in self._before or id(entry.container) in self._known
 
     def changes(self) -> dict[OutputPath, Change]:
@@ -265,7 +264,6 @@ class SideOutputs:
         )
 
     def restore(self) -> None:
-        """Restore the values that ``begin`` has noted."""
         if self.paths is None:
             self._find()
         for path, entry in self._entries.items():

@@ -51,7 +51,6 @@ def _add_tensors(tree: Any, found: list[torch.Tensor]) -> None:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of all elements of some tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

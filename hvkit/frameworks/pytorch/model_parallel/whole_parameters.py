@@ -156,7 +156,6 @@ class WholeParameters:
         self._change(self._forwards, True)
 
     def end_update(self) -> None:
-        """Show them as full tensors again."""
         self._change(self._forwards, False)
 
     def _change(self, forwards: int, updates: bool) -> None:
@@ -253,8 +252,7 @@ def _set(func: Any, t: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         _refresh(value)
         if slicing is None:
-            of_value = slicing_of(value)
-            value = value if of_value is None else of_value.full(value)
+            value = undivided(value)
         elif slicing_of(value) is None and value.shape == slicing.shape(t):
             with torch.no_grad():
                 value = slicing.slice_of(value)
