@@ -13,16 +13,9 @@ from hvkit.argument_checks import check_count, check_path
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.run import add_to, request_of
 from hvkit.errors import UsageError
+from hvkit.functions import supervised
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.functions.supervised import (
-    begin,
-    error_of,
-    follow,
-    outcome_of,
-    refuse_on_ranks,
-    results_of,
-)
 from hvkit.launching.host_checks.preflight import working_directory
 from hvkit.launching.prepare import Request
 from hvkit.launching.sagemaker import leave_to_first
@@ -80,7 +73,7 @@ def launch(
             which starts the ranks, and that host has ended.
     """
     check_function("hvkit.launch", function, "hvkit.launch(train, np=2)")
-    refuse_on_ranks("hvkit.launch")
+    supervised.refuse_on_ranks("hvkit.launch")
     try:
         request = _request(function, np, hosts, hostfile, options)
     except UsageError as problem:
@@ -93,12 +86,12 @@ def launch(
         raise SystemExit(0)
     working_directory()
     with call_folder(function, args, kwargs) as folder:
-        process = begin(replace(request, variables=variables, call=folder), folder)
-        follow(process)
-        ended = outcome_of(process, folder)
-        if (error := error_of(folder, ended)) is not None:
+        process = supervised.begin(replace(request, variables=variables, call=folder), folder)
+        supervised.follow(process)
+        ended = supervised.outcome_of(process, folder)
+        if (error := supervised.error_of(folder, ended)) is not None:
             raise error
-        return results_of(folder, ended)
+        return supervised.results_of(folder, ended)
 
 
 def _request(

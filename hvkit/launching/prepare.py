@@ -15,17 +15,8 @@ from typing import Literal
 from hvkit.errors import UsageError
 from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.host.mca import without_interfaces
+from hvkit.launching import environment
 from hvkit.launching.allocation import SLURM
-from hvkit.launching.environment import (
-    GPU_LISTS,
-    SUPERVISION,
-    forwarded,
-    given_environment,
-    is_secret,
-    launcher_environment,
-    name_absent_hyperparameters,
-    sendable,
-)
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
@@ -144,7 +135,7 @@ def prepared(
     )
     for name, problem in job.left_out.items():
         logger.warning("goes on without %s: %s", name, problem)
-    environ = launcher_environment(request.variables, job.interfaces)
+    environ = environment.launcher_environment(request.variables, job.interfaces)
     if request.stall is not None:
         environ["HVKIT_STALL_LIMIT_SECONDS"] = f"{request.stall:g}"
         environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
@@ -157,11 +148,14 @@ def prepared(
     for_this_host: dict[str, str] = {}
     if not job.on_this_host:
         # If all ranks are on this host, they inherit the whole environment.
-        names = (*forwarded(environ, request.variables), *(SUPERVISION if supervised else ()))
+        names = (
+            *environment.forwarded(environ, request.variables),
+            *(environment.SUPERVISION if supervised else ()),
+        )
         if least is None:
-            name_absent_hyperparameters(environ, names)
-        for_this_host = {n: environ[n] for n in GPU_LISTS - {*names} if n in environ}
-        environ = sendable(environ, names, launcher, request.system)
+            environment.name_absent_hyperparameters(environ, names)
+        for_this_host = {n: environ[n] for n in environment.GPU_LISTS - {*names} if n in environ}
+        environ = environment.sendable(environ, names, launcher, request.system)
     job = replace(job, command=agent_command(request.command), environ=environ, forwarded=names)
     if least is None:
         _check_first_start(request, job)
@@ -210,10 +204,10 @@ def shown(run: SupervisedRun) -> str:
 
     Secrets are left out: ``NAME=...``.
     """
-    given = given_environment()
+    given = environment.given_environment()
     removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
-        f"{name}={'...' if is_secret(name) else shlex.quote(value)}"
+        f"{name}={'...' if environment.is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
         if given.get(name) != value
     ]

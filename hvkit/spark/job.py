@@ -22,17 +22,9 @@ from typing import Any, TypeVar
 
 from hvkit.argument_checks import check_count
 from hvkit.errors import LaunchError, RankLostError
+from hvkit.functions import supervised
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.functions.supervised import (
-    begin,
-    error_of,
-    follow,
-    outcome_of,
-    raised_by_first,
-    refuse_on_ranks,
-    results_of,
-)
 from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
 from hvkit.launching.prepare import Request
@@ -111,23 +103,23 @@ def run(
             "hvkit.spark.run: kwargs must be a dict of the function's named arguments, got "
             f"{kwargs!r}: kwargs={{'epochs': 10}}"
         )
-    refuse_on_ranks("hvkit.spark.run")
+    supervised.refuse_on_ranks("hvkit.spark.run")
     context = _context()
     size = context.defaultParallelism if num_proc is None else check_count("num_proc", num_proc)
     _await_executors(context, size)
     name = f"hvkit.spark.run({getattr(function, '__name__', type(function).__name__)})"
     with call_folder(function, args, kwargs or {}) as folder:
-        process = begin(_supervised(context, size, name, folder), folder)
+        process = supervised.begin(_supervised(context, size, name, folder), folder)
         job = _Job(context, folder, process, size, name)
         try:
             job.start(command_of_rank(function, "hvkit.spark.task")[1:], environ)
-            follow(process)
+            supervised.follow(process)
         finally:
             job.end()
-        ended = outcome_of(process, folder)
-        if (error := error_of(folder, ended)) is None:
-            return results_of(folder, ended)
-        if job.problem is not None and raised_by_first(folder, ended) is None:
+        ended = supervised.outcome_of(process, folder)
+        if (error := supervised.error_of(folder, ended)) is None:
+            return supervised.results_of(folder, ended)
+        if job.problem is not None and supervised.raised_by_first(folder, ended) is None:
             if lost := job.lost_executors():
                 raise RankLostError(
                     f"Spark has lost the executor at {' and at '.join(lost)}, with the ranks "

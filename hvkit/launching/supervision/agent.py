@@ -40,26 +40,8 @@ from hvkit import threads
 from hvkit.connections import ConnectionLost
 from hvkit.host import call_folder, hardware, run_reports
 from hvkit.host.rank_variables import launched_rank
-from hvkit.launching.supervision.processes import (
-    adopt_orphans,
-    end_descendants,
-    end_remote_launcher,
-    ends_with_parent,
-    interrupt,
-    reap_adopted,
-)
-from hvkit.launching.supervision.protocol import (
-    CANNOT_RUN,
-    KEY_VARIABLE,
-    PIECE,
-    SUPERVISOR_VARIABLE,
-    AgentConnection,
-    AgentSettings,
-    Frame,
-    command_of_agent,
-    fields,
-    packed,
-)
+from hvkit.launching.supervision import processes, protocol
+from hvkit.launching.supervision.protocol import AgentConnection, AgentSettings, Frame
 
 # Seconds from SIGTERM to SIGKILL for processes that a command left behind when it ended by itself.
 _LEFT_BEHIND = 1.0
@@ -78,13 +60,13 @@ def main(command: Sequence[str]) -> int:
     Without a supervisor, for instance when somebody typed the line of a dry run, this process
     becomes ``command``.
     """
-    if SUPERVISOR_VARIABLE not in os.environ:
+    if protocol.SUPERVISOR_VARIABLE not in os.environ:
         try:
             os.execvp(command[0], list(command))
         except OSError as error:
-            return _refuse(f"cannot run {command[0]!r}: {error.strerror}", CANNOT_RUN)
-    settings = AgentSettings(**json.loads(os.environ.pop(SUPERVISOR_VARIABLE)))
-    key = os.environ.pop(KEY_VARIABLE)
+            return _refuse(f"cannot run {command[0]!r}: {error.strerror}", protocol.CANNOT_RUN)
+    settings = AgentSettings(**json.loads(os.environ.pop(protocol.SUPERVISOR_VARIABLE)))
+    key = os.environ.pop(protocol.KEY_VARIABLE)
     supervisor_is_here = socket.gethostname() == settings.host
     folder = None
     if settings.call is not None:
@@ -143,7 +125,7 @@ class _Agent:
     rank: int | None = None
 
     def run(self) -> int:
-        adopt_orphans()
+        processes.adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.stop_for_launcher)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -153,14 +135,14 @@ class _Agent:
                 self.connection.receive_call(call_folder.call_in(self.folder))
             child = self.start_command()
         except ConnectionLost:
-            self.connection.send(Frame.STOPPED, packed(0))
+            self.connection.send(Frame.STOPPED, protocol.packed(0))
             self.report_end({"status": 1, "stopped": True})
             return 1
         except OSError as error:
             self.listener = threads.start("hvkit-requests", self.listen)
             problem = f"cannot run {self.command[0]!r}: {error.strerror}"
-            self.report_end({"status": CANNOT_RUN, "problem": problem})
-            return CANNOT_RUN
+            self.report_end({"status": protocol.CANNOT_RUN, "problem": problem})
+            return protocol.CANNOT_RUN
         self.child = child
         self.listener = threads.start("hvkit-requests", self.listen)
         streams = {Frame.STDOUT: child.stdout, Frame.STDERR: child.stderr}
@@ -182,7 +164,7 @@ class _Agent:
                 # MPICH's ranks reach their launcher through an inherited file descriptor.
                 close_fds=False,
                 env={"PYTHONUNBUFFERED": "1", **os.environ, **with_reports},
-                preexec_fn=ends_with_parent(signal.SIGKILL),
+                preexec_fn=processes.ends_with_parent(signal.SIGKILL),
             )
         finally:
             os.close(reports)
@@ -197,7 +179,7 @@ class _Agent:
                     # A launcher that ends a rank signals command and agent at the same time. Wait a
                     # moment for the agent's signal.
                     return child.wait() >= 0 or not self.stopping.wait(_TICK)
-                reap_adopted(child.pid)
+                processes.reap_adopted(child.pid)
                 if os.getppid() != self.guard and not self.interrupted:
                     self.guard_lost = not self.stopping.is_set()
                     self.stop_within(self.settings.grace)
@@ -212,12 +194,12 @@ class _Agent:
         if by_itself:
             self.deadline = min(self.deadline, time.monotonic() + _LEFT_BEHIND)
         elif not self.guard_lost:
-            self.connection.send(Frame.STOPPED, packed(0))
-        end_descendants(lambda: self.deadline - time.monotonic(), self.rank)
+            self.connection.send(Frame.STOPPED, protocol.packed(0))
+        processes.end_descendants(lambda: self.deadline - time.monotonic(), self.rank)
         status = child.wait()
         if self.lost:
             if socket.gethostname() != self.settings.host:
-                end_remote_launcher(self.guard)
+                processes.end_remote_launcher(self.guard)
             # Not sys.exit: threads may be stuck in sending over the lost connection.
             os._exit(1)
         for pump in pumps:
@@ -245,7 +227,7 @@ class _Agent:
         thread.join(timeout=_LAST_OUTPUT)
 
     def pump(self, stream: Frame, pipe: IO[bytes]) -> None:
-        while data := os.read(pipe.fileno(), PIECE):
+        while data := os.read(pipe.fileno(), protocol.PIECE):
             self.connection.send_output(stream, data)
 
     def send_outcome(self) -> None:
@@ -266,7 +248,7 @@ class _Agent:
                     self.connection.send_output(Frame.SPANS, line)
                     continue
                 with contextlib.suppress(ValueError):  # the supervisor logs what is no report
-                    (pid,) = fields(line, pid=int)
+                    (pid,) = protocol.fields(line, pid=int)
                     self.rank = self.rank if pid is None else pid
                 self.connection.send(Frame.REPORT, line)
 
@@ -281,7 +263,7 @@ class _Agent:
                         # The signal of Ctrl-C. The supervisor decides what follows, and when.
                         self.interrupted = True
                         if self.child is not None:
-                            interrupt(self.child.pid)
+                            processes.interrupt(self.child.pid)
                     case Frame.SIGNAL, number:
                         self.signal_command(number)
                     case Frame.ASK, number:
@@ -314,7 +296,7 @@ def _fork_below_guard(folder: Path | None) -> int:
     The guard removes the folder at the end.
     """
     guard, launcher = os.getpid(), os.getppid()
-    adopt_orphans()
+    processes.adopt_orphans()
     agent = os.fork()
     if agent == 0:
         os.setsid()
@@ -336,14 +318,14 @@ def _guard(agent: int, launcher: int) -> int:
         signal.signal(number, pass_on)
     process = os.pidfd_open(agent)
     while not select.select([process], [], [], _TICK)[0]:
-        reap_adopted(agent)
+        processes.reap_adopted(agent)
         if os.getppid() != launcher:  # The launcher has died.
             pass_on(signal.SIGTERM)
             launcher = os.getppid()
     status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
-    end_descendants()
+    processes.end_descendants()
     return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":
-    sys.exit(main(command_of_agent(sys.argv[1:])))
+    sys.exit(main(protocol.command_of_agent(sys.argv[1:])))

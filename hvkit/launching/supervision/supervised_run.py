@@ -16,6 +16,7 @@ from pathlib import Path
 from hvkit import threads
 from hvkit.errors import PREEMPTED, ranks_text
 from hvkit.host import call_folder
+from hvkit.launching.supervision import processes, protocol, signals
 from hvkit.launching.supervision.first_failure import (
     Failure,
     first_failure,
@@ -23,28 +24,10 @@ from hvkit.launching.supervision.first_failure import (
     report,
     reported,
 )
-from hvkit.launching.supervision.processes import (
-    adopt_orphans,
-    end_descendants,
-    ends_with_parent,
-    reap_adopted,
-)
-from hvkit.launching.supervision.protocol import (
-    CANNOT_RUN,
-    KEY_VARIABLE,
-    SUPERVISOR_VARIABLE,
-    AgentSettings,
-    Frame,
-)
+from hvkit.launching.supervision.protocol import AgentSettings, Frame
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.screen import LauncherOutput
-from hvkit.launching.supervision.signals import (
-    COMMAND_SIGNALS,
-    END_SIGNALS,
-    ended_text,
-    same_handlers_after,
-)
 from hvkit.launching.supervision.supervisor import Supervisor
 from hvkit.launching.supervision.tracebacks import Raised
 
@@ -108,9 +91,9 @@ def supervise(run: SupervisedRun) -> Outcome:
     after the others, SIGTERM and SIGKILL. A further signal has the next of these sent at once.
     SIGUSR1 and SIGUSR2 go to the command of every rank.
     """
-    adopt_orphans()
+    processes.adopt_orphans()
     supervision = _Supervision(run)
-    with same_handlers_after():
+    with signals.same_handlers_after():
         outcome = supervision.supervise()
     # A signal may have come after the outcome was known.
     restartable = outcome.restartable and not supervision.signalled_late
@@ -148,10 +131,10 @@ class _Supervision:
     def supervise(self) -> Outcome:
         addresses = self.run.agents.addresses
         port = self.supervisor.listen(addresses[0] if len(addresses) == 1 else None)
-        for number in END_SIGNALS:
+        for number in signals.END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.on_end_signal)
-        for number in COMMAND_SIGNALS:
+        for number in signals.COMMAND_SIGNALS:
             signal.signal(number, lambda number, _: self.supervisor.send_all(Frame.SIGNAL, number))
         self.start(port)
         status: int | None = None
@@ -177,7 +160,10 @@ class _Supervision:
     def start(self, port: int) -> None:
         run = self.run
         settings = asdict(replace(run.agents, host=socket.gethostname(), port=port))
-        for_agents = {SUPERVISOR_VARIABLE: json.dumps(settings), KEY_VARIABLE: self.key.hex()}
+        for_agents = {
+            protocol.SUPERVISOR_VARIABLE: json.dumps(settings),
+            protocol.KEY_VARIABLE: self.key.hex(),
+        }
         self.launcher = subprocess.Popen(
             run.command,
             env={**run.environ, **for_agents},
@@ -188,7 +174,7 @@ class _Supervision:
             stderr=subprocess.PIPE,
             # Ctrl-C in a terminal must reach this process only, which then ends the ranks.
             process_group=0,
-            preexec_fn=ends_with_parent(signal.SIGTERM),
+            preexec_fn=processes.ends_with_parent(signal.SIGTERM),
         )
         assert self.launcher.stdout is not None
         assert self.launcher.stderr is not None
@@ -243,7 +229,7 @@ class _Supervision:
             if time.monotonic() > self.next_second:
                 self.next_second = time.monotonic() + 1
                 self.show_now()
-                reap_adopted(self.launcher.pid)
+                processes.reap_adopted(self.launcher.pid)
             with contextlib.suppress(queue.Empty):
                 self.news.get(timeout=min(left, 1.0))
 
@@ -288,7 +274,7 @@ class _Supervision:
         if self.launcher.returncode is None and not lost:
             self.launcher.terminate()
             self.until(lambda: self.launcher.returncode is not None, _LAUNCHER_ENDS)
-        end_descendants()
+        processes.end_descendants()
         self.launcher.wait()
 
     def left(self) -> Outcome:
@@ -304,7 +290,9 @@ class _Supervision:
         """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
         if self.ended_by is not None:
             resumes = self.supervisor.resumed is not None
-            self.screen.say(ended_text(self.ended_by, self.supervisor.newest, resumes=resumes))
+            self.screen.say(
+                signals.ended_text(self.ended_by, self.supervisor.newest, resumes=resumes)
+            )
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.problem) is not None:
             return Outcome(self.report_write_error(problem))
@@ -322,7 +310,7 @@ class _Supervision:
             self.screen.say(text, failed=True)
         if first:
             outcome = self.ended(first.exit_status, in_one_line(*about))
-            restartable = first.problem is None or first.status != CANNOT_RUN
+            restartable = first.problem is None or first.status != protocol.CANNOT_RUN
             raised = self.raised_early(first)
             return replace(outcome, restartable=restartable, raised=raised, rank=first.rank)
         if status == 0 or (status is None and self.supervisor.all_ended):

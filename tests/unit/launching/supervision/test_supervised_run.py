@@ -303,7 +303,7 @@ def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeyp
         return outcome
 
     monkeypatch.setattr(supervised_run._Supervision, "supervise", supervise)
-    monkeypatch.setattr(supervised_run, "adopt_orphans", lambda: None)
+    monkeypatch.setattr(supervised_run.processes, "adopt_orphans", lambda: None)
     agents = AgentSettings(("127.0.0.1",), None, 10.0, bind=False)
     made = supervised_run.SupervisedRun((), {}, "x", 1, agents)
     assert not supervised_run.supervise(made).restartable
