@@ -183,14 +183,12 @@ def _complete(error: BaseException, state: Mapping[str, object]) -> None:
 
 def from_function(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without hvkit's frames above the function; None if it has no others."""
-    while trace is not None and _is_above(trace.tb_frame.f_code.co_filename):
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if os.path.dirname(file) not in _HERE and file != "<frozen runpy>":
+            break
         trace = trace.tb_next
     return trace
 
 
-def _is_above(file: str) -> bool:
-    return os.path.dirname(file) in _HERE or file == "<frozen runpy>"
-
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_HERE = tuple(os.path.join(_PACKAGE, each) for each in ("functions", "spark"))
+_HERE = tuple(str(Path(__file__).absolute().parents[1] / each) for each in ("functions", "spark"))

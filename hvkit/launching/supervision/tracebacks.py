@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hvkit.wording import near
 
@@ -38,14 +38,8 @@ _LASTING = {
 }
 
 
-class _At(enum.Enum):
-    """Where in a traceback its last line was."""
-
-    START = enum.auto()
-    FRAMES = enum.auto()
-    MESSAGE = enum.auto()
-    END = enum.auto()
-    LINK = enum.auto()
+# Where in a traceback its last line was.
+_At = Literal["start", "frames", "message", "end", "link"]
 
 
 class Traceback:
@@ -56,7 +50,7 @@ class Traceback:
 
     def __init__(self) -> None:
         self.text = b""
-        self._at = _At.START
+        self._at: _At = "start"
 
     def take(self, lines: bytes) -> int:
         """Add the first lines, as far as they belong to it; return their length in bytes."""
@@ -72,25 +66,25 @@ class Traceback:
 
     def end_piece(self) -> None:
         """Note that a piece of output ends with the end of a line."""
-        if self._at is _At.MESSAGE:
-            self._at = _At.END
+        if self._at == "message":
+            self._at = "end"
 
     def _after(self, line: str) -> _At | None:
         """The position after this line; None if the line does not belong to the traceback."""
         at = self._at
-        if at is _At.START:
-            return at if line.startswith(_IN_THREAD) else _At.FRAMES
-        if at is _At.LINK:
-            return _At.FRAMES if line.startswith(_HEADS) else None if line else at
+        if at == "start":
+            return at if line.startswith(_IN_THREAD) else "frames"
+        if at == "link":
+            return "frames" if line.startswith(_HEADS) else None if line else at
         if line.startswith(_NO_MESSAGE):
             return None
-        if at is _At.FRAMES:
+        if at == "frames":
             if _GROUP_ENDS.match(line):
-                return _At.END
-            return at if line[:1].isspace() else _At.MESSAGE if _ERROR.match(line) else None
+                return "end"
+            return at if line[:1].isspace() else "message" if _ERROR.match(line) else None
         if _LINK.match(line):
-            return _At.LINK
-        return at if at is _At.MESSAGE or not line or _OF_GROUP.match(line) else None
+            return "link"
+        return at if at == "message" or not line or _OF_GROUP.match(line) else None
 
 
 @dataclass(frozen=True)
