@@ -261,7 +261,6 @@ SUPPORT: dict[Framework, Support] = {
 
 
 def refuse_unsupported(framework: Framework, options: Options) -> None:
-    """Raise for options that do not go together, or that the framework does not have."""
     support, strategy, name = SUPPORT[framework], options.strategy, framework.name
     strategy.check(options.compression)
     _refuse_residuals_of_nan(options)
@@ -298,7 +297,6 @@ def _refuse_residuals_of_nan(options: Options) -> None:
 
 
 def checked_compression(value: object) -> Compression | None:
-    """The compression that a name or an object stands for; None for none."""
     if isinstance(value, Strategy):
         raise TypeError(f"compression={value} is a strategy: pass strategy=hvkit.{value}")
     if isinstance(value, Compression):

@@ -144,7 +144,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """End the connection, also for a thread that receives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -28,7 +28,6 @@ class Multiplier:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every update uses the rate as the user set it."""
         return self.full == 1 and (self.first == 1 or not self.warmup_steps)
 
     def at(self, step: int) -> float:
@@ -67,7 +66,6 @@ def describe(rates: Sequence[tuple[float, Multiplier | None]], lr_scaling: str, 
 def _multiplied(
     rates: Sequence[float], multiplier: Multiplier | None, lr_scaling: str, size: int
 ) -> str:
-    """The part of the line about the rates that share a multiplier."""
 
     def times(factor: float) -> str:
         return ", ".join(dict.fromkeys(f"{rate * factor:g}" for rate in rates))

@@ -155,9 +155,9 @@ def positions(mesh: Mesh) -> Iterator[MeshPosition]:
 
 
 def position_in(mesh: Mesh) -> MeshPosition:
-    """This process's position. A single process has all of the model, whatever the mesh."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a hvkit.Mesh, such as hvkit.Mesh(pipeline=2), got {mesh!r}")
+    # A single process has all of the model.
     filled = Mesh(1) if runtime.size() == 1 else mesh.filled(runtime.size())
     return MeshPosition(filled, runtime.rank())
 

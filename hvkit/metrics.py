@@ -189,7 +189,6 @@ def _as_float(value: Any, wanted: str, of: str = "") -> float:
 
 
 def _same_keys(by_rank: Mapping[int, Mapping[str, float]]) -> Mapping[str, float]:
-    """The keys of all ranks' dicts."""
     first, reference = next(iter(by_rank.items()))
     for rank, other in by_rank.items():
         if other.keys() != reference.keys():

@@ -104,12 +104,10 @@ def framework_of(model: object) -> Framework | None:
 
 
 def keras_framework() -> Framework:
-    """Keras on its backend in this process; the script has imported it."""
     return _KERAS.get(sys.modules["keras"].backend.backend(), _OTHER_KERAS)
 
 
 def framework_of_all(models: Sequence[Any], optimizers: Sequence[Any]) -> Framework:
-    """The framework that trains all of these models."""
     found = [framework_of(model) or _refuse(model) for model in models]
     if len(set(found)) > 1:
         classes = ", ".join(f"{type(m).__module__}.{type(m).__qualname__}" for m in models)

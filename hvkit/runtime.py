@@ -130,7 +130,6 @@ def _joined() -> _World:
 
 
 def _join(framework: str | None = None) -> _World:
-    """Find this process's rank; start Horovod if there are several."""
     global _world
     if (parent := _rank_of_parent()) is not None:
         _world = parent

@@ -103,7 +103,6 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
 
 
 def _in_graph(value: Any, op: Operation) -> Any:
-    """``allreduce`` while TensorFlow traces a graph."""
     import tensorflow as tf
 
     tensor = tf.convert_to_tensor(value)
@@ -159,7 +158,6 @@ def _of_numbers(numbers: list[Any], op: str) -> float:
 
 
 def _reduced(value: _Value, op: str) -> NDArray[Any]:
-    """The array, reduced piece by piece."""
     flat = np.ascontiguousarray(value.array).reshape(-1)
     result = np.empty_like(flat)
     for start in range(0, flat.size, _PIECE):

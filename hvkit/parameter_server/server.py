@@ -22,7 +22,6 @@ from hvkit.strategies.parameter_server import (
     Attendance,
     ParameterServer,
     ServedWeights,
-    Update,
 )
 from hvkit.transport.mailbox import Mailbox, pauses
 from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
@@ -30,9 +29,6 @@ from hvkit.watch.diagnosis import LIMIT_SET_BY, Limits
 # Kinds of messages: requests, an answer, and the end of a wait for an answer that cannot come.
 PUSH, LEAVE, END, DROP, TAKE, ANSWER, LOST, KINDS = range(8)
 NOTHING = np.empty(0, np.uint8)
-
-# The log of the models that are served from now on, on rank 0; None for no log.
-log_of_next: list[Update] | None = None
 
 
 def purpose_of(array: Array) -> str:
@@ -67,9 +63,7 @@ class Server:
     def begin(self, number: int, weights: Sequence[Array], strategy: ParameterServer) -> None:
         with self._changed:
             copies = [each.copy() for each in weights]
-            self._models[number] = ServedWeights(
-                copies, self._size, strategy.staleness, log_of_next
-            )
+            self._models[number] = ServedWeights(copies, self._size, strategy.staleness)
 
     def extend(self, number: int, weights: Sequence[Array]) -> None:
         """Serve more vectors of a model; no rank may train meanwhile."""
@@ -142,7 +136,7 @@ class Server:
         """Act on a request, and answer it with arrays of the same shapes, now or later."""
         if kind == PUSH:
             self._attendance.train(rank)
-            self._models[number].push(rank, arrays, self._attendance.away)
+            self._models[number].push(rank, arrays)
             self._since[number, rank] = time.monotonic()
         elif kind == LEAVE:
             if self._attendance.enter(rank):
@@ -176,7 +170,6 @@ class Server:
             self._wake.set()
 
     def _release(self) -> None:
-        """Answer the ranks that may continue."""
         away = self._attendance.away
         for number, model in self._models.items():
             for rank in model.release(away) if model.waiting else ():

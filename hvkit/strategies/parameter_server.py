@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,39 +68,22 @@ class ParameterServer(Strategy):
             )
 
 
-class Update(NamedTuple):
-    """A change that the server has added."""
-
-    rank: int
-    clock: int  # the rank's steps since the last collective of all ranks, with this one
-    lead: int  # by how many steps it was ahead of the slowest rank when it began this one, at least
-    changes: list[Array]  # of each vector, before the division by the number of ranks
-
-
 class ServedWeights:
     """A model's weights on the server; ``release`` decides which waiting ranks may continue."""
 
-    def __init__(
-        self,
-        weights: Iterable[Array],
-        size: int,
-        staleness: int | None,
-        log: list[Update] | None = None,
-    ) -> None:
+    def __init__(self, weights: Iterable[Array], size: int, staleness: int | None) -> None:
         self.weights = list(weights)
         self.clocks = [0] * size
         self.waiting: set[int] = set()
         self._staleness = staleness
-        self._log = log
         # By rank, with staleness 0: changes to add once those of all ranks have come.
-        self._pending: dict[int, Update] = {}
+        self._pending: dict[int, list[Array]] = {}
 
-    def push(self, rank: int, changes: list[Array], away: Set[int]) -> None:
+    def push(self, rank: int, changes: list[Array]) -> None:
         """Take and overwrite the changes of a rank, which waits from now on."""
-        lead = self.lead(rank, away)
         self.clocks[rank] += 1
         self.waiting.add(rank)
-        self._pending[rank] = Update(rank, self.clocks[rank], lead, changes)
+        self._pending[rank] = changes
         if self._staleness != 0:
             self._add_pending()
 
@@ -132,11 +115,7 @@ class ServedWeights:
 
     def _add_pending(self) -> None:
         for rank in sorted(self._pending):
-            update = self._pending.pop(rank)
-            if self._log is not None:
-                copies = [each.copy() for each in update.changes]
-                self._log.append(update._replace(changes=copies))
-            add(self.weights, update.changes, len(self.clocks))
+            add(self.weights, self._pending.pop(rank), len(self.clocks))
 
 
 def add(weights: Sequence[Array], changes: Sequence[Array], size: int) -> None:

@@ -77,7 +77,6 @@ class Agreements:
         return list(self._state)
 
     def anchor(self, i: int) -> Vector | None:
-        """The values that the ranks have last agreed on, if the strategy has them."""
         return self._strategy.anchor(self._state[i])
 
     def moved(self, i: int) -> bool:
@@ -166,7 +165,6 @@ class Agreements:
         return list(zip(numbers, self._weights.split(vector, numbers), strict=True))
 
     def write(self, numbers: Sequence[int], vector: Vector) -> None:
-        """Set weights from a vector."""
         for i, values in self.split(numbers, vector):
             self._weights.write(i, values)
 

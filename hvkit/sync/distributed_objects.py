@@ -71,7 +71,6 @@ def begin_with_weights(model: Any, begin: Callable[[], None]) -> None:
 
 
 def is_distributed(model_or_optimizer: Any) -> bool:
-    """Whether this object was passed to ``hvkit.distribute``."""
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
 
 

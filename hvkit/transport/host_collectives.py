@@ -43,7 +43,6 @@ _LARGE = 1 << 20
 
 
 def of_this_launch() -> MpiCollectives | TcpCollectives:
-    """The collectives of the ranks that a launcher has started; a collective itself."""
     if all(os.environ.get(each) for each in _STORE):
         return TcpCollectives()
     return MpiCollectives()

@@ -146,13 +146,12 @@ class MpiMailbox(Mailbox):
             self._communicator.Free()
 
 
-class _Request:
+class _Request(NamedTuple):
     """A message that is being sent."""
 
-    def __init__(self, tag: int, data: NDArray[np.uint8]) -> None:
-        self.tag = tag
-        self.data = data
-        self.sent = threading.Event()
+    tag: int
+    data: NDArray[np.uint8]
+    sent: threading.Event
 
 
 class TcpMailbox(Mailbox):
@@ -183,7 +182,7 @@ class TcpMailbox(Mailbox):
         if purpose:
             count(purpose, array.nbytes)
         self.require_ranks()
-        request = _Request(tag, array.view(np.uint8))
+        request = _Request(tag, array.view(np.uint8), threading.Event())
         self._outbox(to).put(request)
         return [request]
 
@@ -218,9 +217,9 @@ class TcpMailbox(Mailbox):
             raise rank_errors.lost(calls.current_call())
 
     def close(self) -> None:
-        # So that the others do not take the end of the connection for that of this rank.
         self._listener.close()
-        last = [_Request(_BYE, np.empty(0, np.uint8)) for _ in self._outboxes]
+        # So that the others do not take the end of the connection for that of this rank.
+        last = [_Request(_BYE, np.empty(0, np.uint8), threading.Event()) for _ in self._outboxes]
         for outbox, request in zip(self._outboxes.values(), last, strict=True):
             outbox.put(request)
         for request in last:

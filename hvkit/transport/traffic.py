@@ -59,7 +59,6 @@ def traffic() -> dict[str, Sent]:
 
 
 def count(purpose: str, size: int, messages: int = 1) -> None:
-    """Add a collective or message to what this rank has sent."""
     with _counting:
         before = _sent.get(purpose, Sent())
         _sent[purpose] = Sent(before.bytes + size, before.messages + messages)

@@ -31,10 +31,10 @@ from ranks import (
     same_on_all_ranks,
     shared_folder,
 )
+from server_log import logged
 
 import hvkit
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.parameter_server import server
 from hvkit.strategies.parameter_server import add
 
 
@@ -46,9 +46,7 @@ def served(staleness, optimizer=None, model=None):
 @pytest.fixture
 def log(monkeypatch):
     """What the server adds, on rank 0."""
-    updates = []
-    monkeypatch.setattr(server, "log_of_next", updates)
-    return updates
+    return logged(monkeypatch)
 
 
 @pytest.mark.two_ranks

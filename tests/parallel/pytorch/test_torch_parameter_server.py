@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import cases
 from ranks import identical, largest_difference, same_on_all_ranks, shared_folder, wait_for
+from server_log import logged
 from torch import nn
 from torch.nn import functional as F
 from torch_nets import (
@@ -27,7 +28,7 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.parameter_server import client, server
+from hvkit.parameter_server import client
 from hvkit.strategies.parameter_server import add
 
 
@@ -39,9 +40,7 @@ def settled_weights(model):
 @pytest.fixture
 def log(monkeypatch):
     """What the server adds, on rank 0."""
-    updates = []
-    monkeypatch.setattr(server, "log_of_next", updates)
-    return updates
+    return logged(monkeypatch)
 
 
 def train_unevenly(model, optimizer, data, seconds):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from server_log import logged
 
 import hvkit
 from hvkit.strategies.parameter_server import Attendance, ServedWeights, add
@@ -9,12 +10,12 @@ from hvkit.strategies.parameter_server import Attendance, ServedWeights, add
 NOBODY = frozenset()
 
 
-def served(staleness, size=3, log=None):
-    return ServedWeights([np.zeros(4)], size, staleness, log)
+def served(staleness, size=3):
+    return ServedWeights([np.zeros(4)], size, staleness)
 
 
 def push(server, rank, value=1.0, away=NOBODY):
-    server.push(rank, [np.full(4, value)], away)
+    server.push(rank, [np.full(4, value)])
     return server.release(away)
 
 
@@ -31,9 +32,9 @@ def test_a_rank_goes_on_until_it_is_too_far_ahead_of_the_slowest(bound):
     assert push(server, 2) == [0, 1, 2]
 
 
-def test_staleness_0_adds_the_changes_of_a_step_together_in_rank_order():
-    log = []
-    server = served(0, log=log)
+def test_staleness_0_adds_the_changes_of_a_step_together_in_rank_order(monkeypatch):
+    log = logged(monkeypatch)
+    server = served(0)
     assert push(server, 2, 0.1) == []
     assert push(server, 0, 1e9) == []
     assert np.array_equal(server.weights[0], np.zeros(4))
@@ -72,13 +73,13 @@ def test_ranks_that_met_count_anew():
     assert push(server, 0) == []
 
 
-def test_the_log_replayed_gives_the_same_weights_bit_for_bit():
+def test_the_log_replayed_gives_the_same_weights_bit_for_bit(monkeypatch):
     rng = np.random.default_rng(0)
     start = rng.normal(size=50).astype(np.float32)
-    log = []
-    server = ServedWeights([start.copy()], 3, 2, log)
+    log = logged(monkeypatch)
+    server = ServedWeights([start.copy()], 3, 2)
     for rank in (0, 1, 0, 0, 2, 1, 1, 2, 2, 0):
-        server.push(rank, [rng.normal(size=50).astype(np.float32)], NOBODY)
+        server.push(rank, [rng.normal(size=50).astype(np.float32)])
         server.release(NOBODY)
     replayed = [start.copy()]
     for update in log:
