@@ -127,8 +127,10 @@ def error_of(folder: Path, ended: Outcome) -> BaseException | None:
         error = raised_by_first(folder, ended)
         if error is None and ended.rank is not None:
             error = RankLostError(ended.reason)
-        text = ended.reason or f"the ranks have ended with status {ended.status}"
-        return error or LaunchError(text)
+        if error is None:
+            text = ended.reason or f"the ranks have ended with status {ended.status}"
+            error = LaunchError(text)
+        return error
     for rank in range(ended.size):
         if not outcome_in(folder, rank).exists():
             return RankLostError(
