@@ -135,7 +135,9 @@ class KerasStep(Optimizer):
         grads, optimizer = list(grads), self._optimizer
         variables = variables_of(optimizer, trainable_variables) or []
         if len(grads) != len(variables) or all(g is None for g in grads):
-            self._apply(grads, variables or None)  # raises Keras's own error
+            self._apply(
+                grads, None if trainable_variables is None else variables
+            )  # raises Keras's own error
             return
         for v in variables:
             if is_overwritten(v):

@@ -53,20 +53,19 @@ def average_in_apply(
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
         grads, variables = list(grads), variables_of(optimizer, trainable_variables)
+        given = None if trainable_variables is None else variables  # Keras checks the number
         if grads and variables is not None:
             before_update(variables)
             if nonfinite:
                 if not optimizer.built:
                     optimizer.build(variables)
-                nonfinite.guard(
-                    grads, variables, lambda: apply(average(grads, variables), variables)
-                )
+                nonfinite.guard(grads, variables, lambda: apply(average(grads, variables), given))
                 return
             if optimizer.gradient_accumulation_steps:
                 grads = _average_at_last_step(optimizer, average, grads, variables)
             else:
                 grads = average(grads, variables)
-        apply(grads, variables)
+        apply(grads, given)
 
     optimizer.apply = averaged_apply
 

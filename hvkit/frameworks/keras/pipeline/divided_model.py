@@ -43,9 +43,7 @@ _UNINITIALISED = "uninitialized_variables"
 
 
 class PipelinePort(KerasPort):
-    """A Sequential or Functional model in a pipeline; ranks of ``options.group`` hold the same
-    layers.
-    """
+    """A Sequential or Functional model in a pipeline; the group holds the same layers."""
 
     tensors: Tensors
 

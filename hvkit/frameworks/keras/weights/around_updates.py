@@ -101,7 +101,8 @@ class Updates:
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def apply_within(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             grads, variables = list(grads), variables_of(optimizer, trainable_variables)
-            self.around(optimizer, lambda: apply(grads, variables), grads, variables)
+            given = None if trainable_variables is None else variables  # Keras checks the number
+            self.around(optimizer, lambda: apply(grads, given), grads, variables)
 
         optimizer.apply = apply_within
         _around[id(optimizer)] = self
@@ -152,6 +153,7 @@ def _include_skipped_updates() -> None:
             apply(self, grads, trainable_variables)
             return
         grads, variables = list(grads), variables_of(inner, trainable_variables)
-        updates.around(self, lambda: apply(self, grads, variables), grads, variables)
+        given = None if trainable_variables is None else variables
+        updates.around(self, lambda: apply(self, grads, given), grads, variables)
 
     scaler.apply = apply_within
