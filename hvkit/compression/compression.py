@@ -23,7 +23,7 @@ Reduction = Generator[Exchange, Tensor, tuple[Tensor, State]]
 class Ops(Protocol):
     """The functions on tensors that compressions use, for one framework."""
 
-    def reshape(self, x: Tensor, shape: Shape) -> Tensor:
+    def reshape(self, x: Tensor, shape: Shape, /) -> Tensor:
         """The elements in another shape."""
 
     def pad(self, x: Tensor, zeros: int) -> Tensor:
@@ -35,13 +35,13 @@ class Ops(Protocol):
     def largest(self, x: Tensor) -> Tensor:
         """The largest absolute value in each row of a matrix, in a column; not finite for NaN."""
 
-    def where(self, condition: Tensor, x: Tensor, y: Tensor | float) -> Tensor:
+    def where(self, condition: Tensor, x: Tensor, y: Tensor | float, /) -> Tensor:
         """``x`` where the condition holds, else ``y``."""
 
-    def finite(self, x: Tensor) -> Tensor:
+    def finite(self, x: Tensor, /) -> Tensor:
         """Which elements are neither infinite nor NaN."""
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def rounded(self, x: Tensor, /) -> Tensor:
         """The nearest whole numbers; halves to even."""
 
     def cast(self, x: Tensor, dtype: str) -> Tensor:
@@ -77,10 +77,10 @@ class Ops(Protocol):
     def sum_at(self, length: int, at: Tensor, values: Tensor) -> Tensor:
         """A vector of zeros to which values are added; positions may occur several times."""
 
-    def permute(self, x: Tensor, axes: Shape) -> Tensor:
+    def permute(self, x: Tensor, axes: Shape, /) -> Tensor:
         """The tensor with its axes in another order."""
 
-    def transpose(self, x: Tensor) -> Tensor:
+    def transpose(self, x: Tensor, /) -> Tensor:
         """A matrix with rows as columns."""
 
     def orthonormal(self, x: Tensor) -> Tensor:

@@ -1,12 +1,10 @@
 """Buffers of models: the statistics of batch norm, and others that forward passes change.
 
 ``batch_norm="average"``: running statistics are averaged along with the gradients, so that any rank
-can evaluate or save the model after a step. ``batch_norm="sync"``: layers compute the statistics of
-each training batch over all ranks' batches, as one process with the larger batch does. So do
-PyTorch's ``SyncBatchNorm`` layers by default.
-
-Ranks compare other buffers, and rank 0 warns if they differ; ``hvkit.average_buffers`` averages
-them.
+can evaluate or save the model after a step. ``"sync"``: layers compute the statistics of each
+training batch over all ranks' batches, as one process with the larger batch does, and so do
+PyTorch's ``SyncBatchNorm`` layers by default. Ranks compare other buffers, and rank 0 warns if they
+differ; ``hvkit.average_buffers`` averages them.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ from hvkit.watch.calls import call
 
 
 class RunningStatistics:
-    """The running means and variances of a model's normalisation layers, as one vector of
-    ``length``.
-
-    Without synchronised layers, whose statistics are the same on every rank.
-    """
+    """One vector of the running means and variances that are not the same on all ranks already."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [each for each in _statistics_in(model) if each[0] not in _synchronised]
@@ -49,9 +43,7 @@ class RunningStatistics:
         self._flat: list[torch.Tensor] = []
 
     def _flat_buffers(self) -> list[torch.Tensor]:
-        """Vectors with the buffers' memory; ``model.to()`` and the like replace the buffers or
-        memory.
-        """
+        """Vectors with the buffers' memory, which ``model.to()`` and the like replace."""
         buffers = [getattr(module, name) for module, name in self._kept]
         addresses = list(map(torch.Tensor.data_ptr, buffers))
         if addresses != self._addresses or not all(map(operator.is_, buffers, self._buffers)):
@@ -70,9 +62,8 @@ class RunningStatistics:
         return vector
 
     def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
-        """Copy a vector back, by default only into layers in training mode.
-
-        Through ``data``: a graph that still needs its backward pass may hold the buffers.
+        """Copy a vector back. Through ``data``: a graph that still runs backward may hold the
+        buffers.
         """
         pieces = zip(
             self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
@@ -94,10 +85,7 @@ class RunningStatistics:
 
 
 class LastStatistics:
-    """The running statistics of a model after the last step that was not skipped.
-
-    A batch with a NaN spoils them in the forward pass, before its gradients are checked.
-    """
+    """Statistics after the last step that was not skipped: a batch with a NaN spoils later ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._statistics = _statistics_in(model)
@@ -134,8 +122,8 @@ _synchronised: WeakKeyDictionary[nn.Module, tuple[str, Group]] = WeakKeyDictiona
 def synchronise_batch_norm(layers: Sequence[nn.Module], group: Group) -> None:
     """Make batch-norm layers compute batch statistics over all ranks of a group.
 
-    The classes' ``forward`` checks whether its module is one of these. The modules themselves do
-    not change and pickle as before.
+    Their classes' ``forward`` looks for them, so that the modules do not change and pickle as
+    before.
     """
     for module in layers:
         _patch_forward()
@@ -143,9 +131,7 @@ def synchronise_batch_norm(layers: Sequence[nn.Module], group: Group) -> None:
 
 
 def batch_norm_of(model: nn.Module) -> list[_BatchNorm]:
-    """The layers that ``synchronise_batch_norm`` synchronises; raise if one has a forward of its
-    own.
-    """
+    """The layers that can be synchronised; raise if one has a forward of its own."""
     found = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for module in found:
         if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
@@ -294,12 +280,11 @@ def average(modules: Sequence[nn.Module]) -> None:
 def compared_in(
     model: nn.Module, is_distributed_parameter: Callable[[torch.Tensor], bool]
 ) -> tuple[list[Compared], list[Rows]]:
-    """Tensors of a model that may differ between ranks, and their fingerprints: a file has rank
-    0's.
+    """Tensors of a model that may differ between ranks, while a file has rank 0's; fingerprints.
 
     In a distributed model these are the buffers outside of normalisation layers, whose buffers
-    hvkit averages, unless the script wants them to differ. In another model these are all buffers
-    and parameters.
+    hvkit averages, unless the script wants them to differ. In another model, all buffers and
+    parameters.
     """
     apart = {n: p for n, p in model.named_parameters() if not is_distributed_parameter(p)}
     whole = len(apart) == sum(1 for _ in model.parameters())

@@ -29,6 +29,7 @@ from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
 from hvkit.frameworks.pytorch.gradients.changed_gradients import NO_CHANGES, Changes
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
@@ -54,10 +55,9 @@ _Compared = tuple[list[Compared], list[Rows]]
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How the ranks differ: in the parameters that they train, in steps, in shapes of losses.
+    """How ranks differ; ``nonfinite`` and ``changes`` are of any rank, ``shapes`` of the losses.
 
-    ``checksums``: in learning rates, in gradients used so far, or in having hooks of the script.
-    ``nonfinite`` and ``changes`` are of any rank.
+    ``checksums`` are of learning rates, gradients used so far, and whether the script has hooks.
     """
 
     frozen: bool = False
@@ -69,10 +69,10 @@ class Disagreement:
 
 
 class Checks:
-    """Compares the ranks while they train one model, of which this is the only one with the name.
+    """Compares the ranks while they train one model.
 
-    ``every`` optimizer steps they compare weights; None is after 1, 2, 4, ... If the fingerprints
-    of buffers that ``learnt`` returns differ, rank 0 warns.
+    They compare weights every so many optimizer steps; None is after 1, 2, 4, ... If the
+    fingerprints of buffers that ``learnt`` returns differ, rank 0 warns.
     """
 
     def __init__(
@@ -112,8 +112,7 @@ class Checks:
         return _label(self._labels, i, self.parameters[i])
 
     def require_same(self, call: str, note: str, tensors: Mapping[int, torch.Tensor]) -> bool:
-        """Whether all ranks hold the same tensors, which replace parameters, by index; a
-        collective.
+        """Whether all ranks hold the same tensors, by index of a parameter; a collective.
 
         Raise on every rank if they differ by more than rounding. ``note`` follows the parameter's
         name.
@@ -170,9 +169,7 @@ class Checks:
         refuse_other_rates(dict(zip(self.group.members, by_rank, strict=True)))
 
     def require_hooks_on_all_ranks(self, hooks: Sequence[str]) -> None:
-        """Raise on every rank if only some have hooks that need the mean of each pass; a
-        collective.
-        """
+        """Raise on every rank if only some have hooks that need the mean of each pass."""
         by_rank = collectives.gather("backward()", list(hooks), self.group)
         named = list(zip(self.group.members, by_rank, strict=True))
         has, first = next(((rank, names[0]) for rank, names in named if names), (None, ""))
@@ -273,18 +270,13 @@ class Checks:
 
 
 def compared_in(thing: Any, is_averaged: Callable[[torch.Tensor], bool]) -> _Compared:
-    """The parts of a model or optimizer that must be equal on all ranks, and fingerprints.
-
-    Of other objects, nothing is compared, nor are parameters that are not averaged.
-    """
+    """What must be equal on all ranks in a model or optimizer, and fingerprints; else nothing."""
     if isinstance(thing, nn.Module):
         labels: dict[torch.Tensor, str] = {
             p: f"parameter {name}" for name, p in thing.named_parameters()
         }
         return _of_parameters([p for p in labels if is_averaged(p)], labels)
-    if isinstance(thing, Optimizer) and any(
-        is_averaged(p) for group in thing.param_groups for p in group["params"]
-    ):
+    if isinstance(thing, Optimizer) and any(map(is_averaged, parameters_of(thing))):
         entries = _of_optimizer(thing).values()
         return [c for of, _ in entries for c in of], [row for _, rows in entries for row in rows]
     return [], []
@@ -304,13 +296,13 @@ def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Ten
 
 def _of_optimizer(optimizer: Optimizer) -> dict[str, _Compared]:
     """The numbers that an optimizer keeps, by heading."""
-    cls, groups = type(optimizer).__name__, optimizer.param_groups
+    cls = type(optimizer).__name__
     values: dict[str, Mapping[str, Any]] = {
         f"parameter group {g} of {cls}": {k: v for k, v in group.items() if k in optimizer.defaults}
-        for g, group in enumerate(groups)
+        for g, group in enumerate(optimizer.param_groups)
     }
     if not is_sharded(optimizer):
-        for i, p in enumerate(p for group in groups for p in group["params"]):
+        for i, p in enumerate(parameters_of(optimizer)):
             values[f"the state of {cls} for its parameter {i}"] = optimizer.state.get(p, {})
     return {heading: _entry(heading, each) for heading, each in values.items()}
 

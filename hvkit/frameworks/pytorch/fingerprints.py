@@ -79,10 +79,10 @@ _TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 10
 
 @torch.no_grad()
 def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
-    """The fingerprints of one-dimensional tensors on a GPU, which takes few kernels for all.
+    """The fingerprints of vectors on a GPU, which takes few kernels for all, and one wait.
 
     Starting a kernel takes the host longer than the GPU needs for one of a model's hundreds of
-    tensors. The host waits once, for all sums.
+    tensors.
     """
     count = 0
     # Blocks that are still to be added up, of each dtype, and their segments; then which block of
@@ -130,10 +130,10 @@ def _segments(block: torch.Tensor) -> int:
 
 
 def _sums_of_segments(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sums of the fingerprints, for each segment of some blocks of one dtype.
+    """Sums for fingerprints, of each segment of some blocks of one dtype.
 
-    float64 of shape (3, segments): the bits of the hash's int64 sums, the projection's sums and the
-    squares', which are zero for integers.
+    float64 of shape (3, segments): the bits of the hash's int64, the projection's and the squares',
+    which are zero for integers.
     """
     device, lengths = blocks[0].device, [block.numel() for block in blocks]
     ends = [blocks[0].new_zeros(-length % _SEGMENT) for length in lengths]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from hvkit.communication import collectives
 from hvkit.communication.encoding import copied_bytes
 from hvkit.communication.group import Group
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20
@@ -63,10 +64,9 @@ def _broadcast_run(targets: list[torch.Tensor], group: Group) -> None:
 def broadcast_optimizer(optimizer: Optimizer, group: Group) -> None:
     """Replace the optimizer's state and its groups' options with the first rank's; a collective.
 
-    If only some ranks hold state, as when only rank 0 has loaded a checkpoint, all get that of the
-    first one, whose objects do not change.
+    Only the first may hold state, from a checkpoint; its objects do not change.
     """
-    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    parameters = parameters_of(optimizer)
     number = {p: i for i, p in enumerate(parameters)}
     options = [
         {key: value for key, value in each.items() if key != "params"}
@@ -102,9 +102,7 @@ def _from_first(value: Any, group: Group) -> Any:
     if group.rank:
         try:
             with torch.serialization.safe_globals(_NUMPY_SCALARS):
-                value = torch.load(
-                    io.BytesIO(payload), map_location=_same_kind_of_device, weights_only=True
-                )
+                value = torch.load(io.BytesIO(payload), _on_this_gpu, weights_only=True)
         except pickle.UnpicklingError as error:
             problem = TypeError(
                 "the optimizer's state or options hold an object that is no tensor, number, text, "
@@ -119,6 +117,12 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
 
 
+def _on_this_gpu(storage: Any, location: str) -> Any:
+    """Where to put rank 0's storage: on this rank's GPU unless it is in host memory."""
+    on_gpu = location.startswith("cuda")
+    return storage.cuda(torch.cuda.current_device()) if on_gpu else storage
+
+
 def _replaced(value: Any, received: Any) -> Any:
     """Rank 0's value, copied into this rank's tensor if there is one: the script may have it."""
     if not isinstance(value, torch.Tensor) or not isinstance(received, torch.Tensor):
@@ -129,23 +133,16 @@ def _replaced(value: Any, received: Any) -> Any:
         return value.copy_(received)
 
 
-def _same_kind_of_device(storage: Any, location: str) -> Any:
-    """Map rank 0's ``cuda:0`` to this rank's GPU; host memory stays host memory."""
-    if location.startswith("cuda"):
-        return storage.cuda(torch.cuda.current_device())
-    return storage
-
-
 def move_to(
     device: torch.device,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     parameters: Iterable[torch.Tensor],
 ) -> None:
-    """Move a model on another GPU, its optimizers' state and their parameters to this rank's GPU.
+    """Move a model on another GPU, its optimizers' state and parameters to this rank's GPU.
 
-    A script that calls ``model.to("cuda")`` before ``distribute`` puts the model of every rank on
-    the first GPU. A model in host memory stays there.
+    A script that calls ``model.to("cuda")`` before ``distribute`` puts all ranks' models on the
+    first.
     """
     elsewhere = {p.device for p in model.parameters() if p.is_cuda} - {device}
     if len(elsewhere) != 1 or any(not p.is_cuda for p in model.parameters()):

@@ -92,9 +92,7 @@ def checksum_of_rates(optimizers: Sequence[Optimizer]) -> int:
 
 
 def rates_of(optimizers: Sequence[Optimizer], *, fetch: bool) -> list[tuple[str, float]]:
-    """The learning rates, with names for messages; ``fetch`` also those on a GPU, which waits for
-    it.
-    """
+    """The learning rates, with names for messages; ``fetch`` also those that are on a GPU."""
     return [
         (f"parameter group {g} of {type(optimizer).__name__}", float(rate))
         for optimizer in optimizers

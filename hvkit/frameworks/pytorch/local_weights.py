@@ -17,18 +17,10 @@ from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
-from hvkit.frameworks.pytorch.collectives import ops
-from hvkit.frameworks.pytorch.collectives.wire import (
-    Wire,
-    real_shape,
-    set_from_vector,
-    shaped_like,
-    to_vector,
-    wire_dtype,
-)
+from hvkit.frameworks.pytorch.collectives import ops, wire
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
 from hvkit.frameworks.pytorch.modules import is_left_to_rank
-from hvkit.frameworks.pytorch.optimizers import scaler_hooks
+from hvkit.frameworks.pytorch.optimizers import parameters_of, scaler_hooks
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
@@ -37,10 +29,7 @@ from hvkit.sync.rounds import RoundKeeper
 
 
 class ParameterVectors(Weights):
-    """The parameters of a model, by number.
-
-    ``statistics`` of normalisation layers are averaged with the weights.
-    """
+    """The parameters of a model, and statistics that are averaged with them."""
 
     step_call = "optimizer.step()"
 
@@ -53,7 +42,7 @@ class ParameterVectors(Weights):
         self.checks = checks
         self._statistics = statistics
         self.group = checks.group
-        self._wire = Wire("weights", self.group)
+        self._wire = wire.Wire("weights", self.group)
         self._number: dict[torch.Tensor, int] = {}
         self.in_order: list[nn.Parameter] = checks.parameters
         self.add(parameters)
@@ -73,7 +62,7 @@ class ParameterVectors(Weights):
         return self.checks.label(i)
 
     def shape(self, i: int) -> Shape:
-        return real_shape(self.in_order[i])
+        return wire.real_shape(self.in_order[i])
 
     def nbytes(self, i: int) -> int:
         return self.in_order[i].nbytes
@@ -81,21 +70,21 @@ class ParameterVectors(Weights):
     def vector_dtype(self, i: int) -> tuple[torch.dtype, torch.device] | None:
         p = self.in_order[i]
         has_mean = p.is_floating_point() or p.is_complex()
-        return (wire_dtype(p.dtype), p.device) if has_mean else None
+        return (wire.wire_dtype(p.dtype), p.device) if has_mean else None
 
     def read(self, i: int) -> torch.Tensor:
-        return to_vector(self.in_order[i])
+        return wire.to_vector(self.in_order[i])
 
     def write(self, i: int, vector: torch.Tensor) -> None:
-        set_from_vector(self.in_order[i], vector)
+        wire.set_from_vector(self.in_order[i], vector)
 
     def show(self, i: int, vector: torch.Tensor) -> None:
         # Not known to autograd: a graph that still needs its backward pass may hold the parameter.
-        set_from_vector(self.in_order[i].data, vector)
+        wire.set_from_vector(self.in_order[i].data, vector)
 
     def equals(self, i: int, vector: torch.Tensor) -> bool:
         p = self.in_order[i].detach()
-        return torch.equal(p, shaped_like(p, vector).to(p.dtype))
+        return torch.equal(p, wire.shaped_like(p, vector).to(p.dtype))
 
     def join(self, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(vectors))
@@ -139,18 +128,14 @@ class ParameterVectors(Weights):
 def round_keeper(
     strategy: Rounds, weights: ParameterVectors, name: str, compression: Compression | None
 ) -> RoundKeeper:
-    wire = Wire("weights", weights.group)
-    state = CompressionState(compression, ops, wire) if compression else None
-    start = functools.partial(RunningExchanges, wire.start)
+    sender = wire.Wire("weights", weights.group)
+    state = CompressionState(compression, ops, sender) if compression else None
+    start = functools.partial(RunningExchanges, sender.start)
     return RoundKeeper(strategy, weights, name, start, state)
 
 
 class SteppedOptimizer:
-    """An optimizer, and those inside it, whose steps change local weights.
-
-    Implements ``hvkit.sync.local_weights.HookedOptimizer``. It refers to the optimizer weakly,
-    because hooks of the optimizer lead here.
-    """
+    """A ``HookedOptimizer`` for an optimizer and those inside it, whose hooks lead here: weak."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, parameters: ParameterVectors
@@ -207,15 +192,13 @@ class SteppedOptimizer:
         return [] if optimizer is None else [optimizer]
 
     def _updated(self) -> Iterator[torch.Tensor]:
-        groups = (group for each in self._living() for group in each.param_groups)
         # One on the meta device is another rank's of a mesh.
-        parameters = (p for group in groups for p in group["params"])
-        return (p for p in parameters if not (p.is_meta or is_left_to_rank(p)))
+        return (p for p in parameters_of(*self._living()) if not (p.is_meta or is_left_to_rank(p)))
 
 
 _in_local_training: weakref.WeakSet[ParameterVectors] = weakref.WeakSet()
 
 
-def is_kept(parameter: torch.Tensor) -> bool:
+def has_local_weights(parameter: torch.Tensor) -> bool:
     """Whether a model with local weights has this parameter."""
     return any(parameter in parameters for parameters in _in_local_training)

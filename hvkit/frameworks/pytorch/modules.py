@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.main_rank import warn_once
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -25,18 +26,12 @@ def named_in(
     models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
 ) -> dict[str, T]:
     """Tensors by a name for messages: ``0.weight``, of several models ``0.weight of model 1``."""
-    if len(models) == 1:
-        return {_plain(name): tensor for name, tensor in named(models[0])}
+    of_model = " of model {}" if len(models) > 1 else ""
     return {
-        f"{_plain(name)} of model {number}": tensor
+        name.replace("_orig_mod.", "") + of_model.format(number): tensor  # of torch.compile
         for number, model in enumerate(models)
         for name, tensor in named(model)
     }
-
-
-def _plain(name: str) -> str:
-    """Without the prefix that ``torch.compile`` puts before a parameter's name."""
-    return name.replace("_orig_mod.", "")
 
 
 _OF_THIS_RANK = "_hvkit_of_this_rank"
@@ -64,11 +59,7 @@ def refuse_optimizers_of_others(
     if not passed:
         raise ValueError(f"model {named} has no parameters to train")
     updated = {
-        id(p): each
-        for each in optimizers
-        for g in each.param_groups
-        for p in g["params"]
-        if not is_left_to_rank(p)
+        id(p): each for each in optimizers for p in parameters_of(each) if not is_left_to_rank(p)
     }
     if passed.isdisjoint(updated):
         classes = ", ".join(type(each).__name__ for each in optimizers)
@@ -91,9 +82,9 @@ def refuse_optimizers_of_others(
 def _left_out(models: Sequence[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
     """The largest modules that have nothing to do with the models, each with one wanted parameter.
 
-    A module knows its parameters, but a parameter does not know its module, so this looks at all
-    objects of the process, which takes about 0.1 s for a million. Lists of parameters do not count,
-    nor does an object that contains one of the models and has the parameter itself.
+    A parameter does not know its module, so this looks at all objects of the process, which takes
+    about 0.1 s for a million. Lists of parameters do not count, nor does an object that contains
+    one of the models and has the parameter itself.
     """
     passed = {id(each) for model in models for each in model.modules()}
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
@@ -111,13 +102,10 @@ def _left_out(models: Sequence[nn.Module], wanted: Set[int]) -> list[tuple[nn.Mo
 
 def _needs(module: nn.Module) -> str:
     """Parts of a module that hvkit must know to keep them equal on all ranks; may be empty."""
-    sparse = nn.Embedding | nn.EmbeddingBag
     parts = {
         "its batch norm": any(isinstance(each, _NormBase) for each in module.modules()),
         "its buffers": any(True for _ in module.buffers()),
-        "its row-sparse gradients": any(
-            isinstance(each, sparse) and each.sparse for each in module.modules()
-        ),
+        "its row-sparse gradients": sparse_layers(module),
     }
     return " and ".join(part for part, has in parts.items() if has)
 
@@ -137,10 +125,8 @@ def named_parameters(
     return {name: p for p, name in names.items()}
 
 
-def sparse_embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """The weights whose gradients will be row-sparse."""
-    return {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+def sparse_layers(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """The layers whose gradients will be row-sparse, by name."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    named = model.named_modules()
+    return {name: each for name, each in named if isinstance(each, kinds) and each.sparse}

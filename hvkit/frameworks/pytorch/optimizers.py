@@ -17,20 +17,21 @@ from hvkit import metrics
 _SCALER_HOOKS = "_hvkit_scaler_hooks"
 
 
+def parameters_of(*optimizers: Optimizer) -> list[Any]:
+    return [p for each in optimizers for group in each.param_groups for p in group["params"]]
+
+
 def has_step_length(optimizer: Optimizer) -> bool:
     """Whether ``lr`` is the length of a step rather than a factor of the gradient: for LBFGS.
 
-    LBFGS takes the length from the curvature, and 1 is right for batches of any size. The rules
-    that scale learning rates compare updates that are proportional to the gradient.
+    1 is right for batches of any size. The rules that scale learning rates compare updates that are
+    proportional to the gradient.
     """
     return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def mean_of_ranks(loss: Any) -> torch.Tensor:
-    """The mean over ranks of the loss that a closure returns to the optimizer; a collective.
-
-    LBFGS decides by the loss how far to go and when to stop; all ranks must decide the same.
-    """
+    """The mean over ranks of a closure's loss, by which LBFGS decides; a collective."""
     local = torch.as_tensor(loss).detach()
     return local.new_tensor(metrics.average(float(local)))
 
@@ -38,11 +39,11 @@ def mean_of_ranks(loss: Any) -> torch.Tensor:
 def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that this one wraps and shares groups with, as SAM and Lookahead do."""
     groups = {id(group) for group in optimizer.param_groups}
-    held = optimizers_held(optimizer)
+    held = optimizers_in_attributes(optimizer)
     return [each for each in held if not groups.isdisjoint(map(id, each.param_groups))]
 
 
-def optimizers_held(optimizer: Optimizer) -> list[Optimizer]:
+def optimizers_in_attributes(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers among this one's attributes, also ones with separate groups."""
     attributes: list[Any] = []
     for value in vars(optimizer).values():
@@ -126,10 +127,7 @@ def _patch_scaler() -> None:
 
 
 def hook_steps_of_parents(cls: type[Any]) -> None:
-    """Make the step hooks run around the steps of parent classes as well.
-
-    PyTorch does this itself when it makes the first optimizer of such a class.
-    """
+    """Run step hooks around parent classes' steps, as for the first optimizer of such a class."""
     for each in _with_step(cls):
         if not getattr(vars(each)["step"], "hooked", False):
             each.step = Optimizer.profile_hook_step(each.step)
@@ -138,10 +136,7 @@ def hook_steps_of_parents(cls: type[Any]) -> None:
 
 @functools.cache
 def leaves_update_to_parent(cls: type[Any], depth: int) -> bool:
-    """Whether the running step calls the step of a parent class, as many derived optimizers do.
-
-    ``depth``: how many steps of the optimizer's classes are running, from 1.
-    """
+    """Whether the running step, the ``depth``-th of a class's from 1, calls a parent's."""
     with_step = _with_step(cls)
     if depth >= len(with_step):
         return False

@@ -36,7 +36,7 @@ from hvkit.frameworks.pytorch.learning_rate import RateInStep
 from hvkit.frameworks.pytorch.local_weights import (
     ParameterVectors,
     SteppedOptimizer,
-    is_kept,
+    has_local_weights,
     round_keeper,
 )
 from hvkit.frameworks.pytorch.optimizers import has_step_length, stepping_in
@@ -158,15 +158,23 @@ class PyTorchPort:
         records: list[tuple[Any, Record]] = []
         keeper: Keeper | None = None
         if isinstance(strategy := self.options.strategy, FullyShard):
-            records = self._divide(strategy, hooks, name, statistics)
+            from hvkit.frameworks.pytorch.divided_state.fully_shard import DividedModels
+
+            # A proxy: records must not lead to the models, whose hooks keep the object.
+            divided: Any = weakref.proxy(
+                DividedModels(strategy, self.models, hooks, name, statistics)
+            )
+            for number, model in enumerate(self.models):
+                gather = functools.partial(DividedModels.gathered, divided, f"{number}.")
+                records.append((model, Record(gathered=gather)))
         else:
             keeper = self._keep_weights_in_step(hooks, name, statistics)
         if isinstance(strategy, ShardedOptimizer):
             owned = OwnedParameters(strategy, name, self.options.group)
             for optimizer, around in hooks.items():
                 owned.divide_state(optimizer, around)
-        divided = isinstance(strategy, FullyShard | ShardedOptimizer)
-        return records + self._attach(hooks, divided=divided), keeper
+        in_parts = isinstance(strategy, FullyShard | ShardedOptimizer)
+        return records + self._attach(hooks, divided=in_parts), keeper
 
     def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
         """Keep in step by the reducer's ``begin_pass`` and ``end_pass``, which the caller calls."""
@@ -243,25 +251,6 @@ class PyTorchPort:
                 keeper.watch(SteppedOptimizer(stepping, around, weights), adopt)
         return keeper.keeper if isinstance(keeper, GradientReducer) else keeper
 
-    def _divide(
-        self,
-        strategy: FullyShard,
-        hooks: Mapping[Optimizer, UpdateHooks],
-        name: str,
-        statistics: RunningStatistics | None,
-    ) -> list[tuple[Any, Record]]:
-        from hvkit.frameworks.pytorch.divided_state import fully_shard
-
-        # A proxy: records must not lead to the models, whose hooks keep the object.
-        divided: Any = weakref.proxy(
-            fully_shard.DividedModels(strategy, self.models, hooks, name, statistics)
-        )
-        records: list[tuple[Any, Record]] = []
-        for number, model in enumerate(self.models):
-            gather = functools.partial(fully_shard.DividedModels.gathered, divided, f"{number}.")
-            records.append((model, Record(gathered=gather)))
-        return records
-
     def _nonfinite(self) -> NonFinite | None:
         action = self.options.on_nonfinite
         return None if action == "ignore" else NonFinite(action, self.model, self.options.group)
@@ -317,7 +306,7 @@ def reduce_gradients(parameters: Sequence[torch.Tensor]) -> bool:
     return any(map(is_distributed_parameter, parameters))
 
 
-_IS_DISTRIBUTED = is_averaged, is_kept, refusals.is_divided, refusals.is_in_mesh
+_IS_DISTRIBUTED = is_averaged, has_local_weights, refusals.is_divided, refusals.is_in_mesh
 
 
 def is_distributed_parameter(parameter: torch.Tensor) -> bool:

@@ -18,7 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit import runtime
 from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.optimizers import optimizers_held, optimizers_inside, stepping_in
+from hvkit.frameworks.pytorch.modules import sparse_layers
+from hvkit.frameworks.pytorch.optimizers import (
+    optimizers_in_attributes,
+    optimizers_inside,
+    parameters_of,
+    stepping_in,
+)
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.sync.port import warn_of_own_models
 
@@ -116,22 +122,37 @@ def two_at_once(processes: int) -> str:
 
 
 def refuse_what_cannot_be_divided(
-    strategy: FullyShard,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
+    strategy: FullyShard, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
     """Raise for models and optimizers that PyTorch's ``fully_shard`` cannot divide."""
     owner: dict[torch.Tensor, int] = {}
     for number, model in enumerate(models):
-        _refuse_model(strategy, model)
+        if isinstance(model, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(
+                f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass "
+                "the module that calls its elements"
+            )
+        first: tuple[str, torch.dtype] | None = None
         for name, p in model.named_parameters():
+            if p.dim() == 0:
+                raise ValueError(
+                    f"parameter {name} is a single number, which {strategy} cannot divide: give it "
+                    "the shape (1,)"
+                )
+            first = first or (name, p.dtype)
+            if p.dtype is not first[1]:
+                raise ValueError(
+                    f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes "
+                    "one dtype; use torch.autocast for mixed precision"
+                )
             if owner.setdefault(p, number) != number:  # each model gathers and drops its own
                 raise ValueError(
                     f"models {owner[p]} and {number} share the parameter {name}, but {strategy} "
                     "divides each model for itself: pass one module that contains both"
                 )
+        refuse_sparse(strategy, model)
     for each in optimizers:
-        others = [p for g in each.param_groups for p in g["params"] if p not in owner]
+        others = [p for p in parameters_of(each) if p not in owner]
         if others:
             raise ValueError(
                 f"{type(each).__name__} holds {len(others)} parameters that are not the model's, "
@@ -139,36 +160,13 @@ def refuse_what_cannot_be_divided(
             )
 
 
-def _refuse_model(strategy: FullyShard, model: nn.Module) -> None:
-    if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            f"{type(model).__name__} has no forward, in which {strategy} gathers weights: pass the "
-            "module that calls its elements"
-        )
-    first: tuple[str, torch.dtype] | None = None
-    for name, p in model.named_parameters():
-        if p.dim() == 0:
-            raise ValueError(
-                f"parameter {name} is a single number, which {strategy} cannot divide: give it the "
-                "shape (1,)"
-            )
-        first = first or (name, p.dtype)
-        if p.dtype is not first[1]:
-            raise ValueError(
-                f"parameter {name} is of {p.dtype}, {first[0]} of {first[1]}: {strategy} takes one "
-                "dtype; use torch.autocast for mixed precision"
-            )
-    refuse_sparse(strategy, model)
-
-
 def refuse_sparse(divided_by: object, model: nn.Module) -> None:
     """Raise for layers whose gradients ``fully_shard`` cannot divide for a strategy or mesh."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{name} has row-sparse gradients, which {divided_by} cannot divide: make it with "
-                "sparse=False"
-            )
+    for name in sparse_layers(model):
+        raise ValueError(
+            f"{name} has row-sparse gradients, which {divided_by} cannot divide: make it with "
+            "sparse=False"
+        )
 
 
 def checked_optimizer(optimizer: Any) -> Optimizer:
@@ -212,10 +210,7 @@ _harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 def refuse_other_optimizers(
     optimizers: Sequence[Optimizer], is_averaged: Callable[[torch.Tensor], bool]
 ) -> None:
-    """Let only these optimizers, and the ones of earlier calls, update distributed models.
-
-    Nothing keeps state, rate and steps of other optimizers equal on all ranks.
-    """
+    """Let only these optimizers, and those of earlier calls, update distributed models."""
     _ours.update(optimizers)
     watch_steps(is_averaged)
 
@@ -235,11 +230,10 @@ def watch_steps(is_averaged: Callable[[torch.Tensor], bool]) -> None:
 def _refuse_if_distributed(
     optimizer: Optimizer, is_averaged: Callable[[torch.Tensor], bool]
 ) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _harmless.get(optimizer) == count:
+    parameters = parameters_of(optimizer)
+    if _harmless.get(optimizer) == len(parameters):
         return
     around_one_of_ours = any(each in _ours for each in optimizers_inside(optimizer))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not around_one_of_ours and any(map(is_averaged, parameters)):
         raise ValueError(
             f"optimizer {type(optimizer).__name__} updates parameters of a model that was passed "
@@ -248,13 +242,13 @@ def _refuse_if_distributed(
             "same call: distribute(model, [first, second])"
         )
     # One of ours may update copies, such as master weights, with an optimizer that it holds.
-    held_by_ours = any(optimizer is each for ours in _ours for each in optimizers_held(ours))
+    inside_ours = any(optimizer in optimizers_in_attributes(each) for each in _ours)
     # Tensors that are no parameters may be inputs or codes, which differ between ranks.
     of_model = any(isinstance(p, nn.Parameter) for p in parameters)
     # Horovod's wrapper averages by itself, and so may PyTorch where nothing was passed to hvkit.
     by_others = type(optimizer).__module__.startswith("horovod.") or (
         not _ours and torch.distributed.is_available() and torch.distributed.is_initialized()
     )
-    if of_model and not around_one_of_ours and not held_by_ours and not by_others:
+    if of_model and not around_one_of_ours and not inside_ours and not by_others:
         warn_of_own_models(type(optimizer).__name__)
-    _harmless[optimizer] = count
+    _harmless[optimizer] = len(parameters)

@@ -1,8 +1,7 @@
 """Calls features around each update of PyTorch's optimizers, in one order; notices new parameters.
 
-Several features act around an update, each as a ``Feature`` at a place of ``Order``. The places say
-what runs when, not the order in which ``distribute`` adds them. They nest, the first is the
-outermost::
+Several features act around an update, each as a ``Feature`` at a place of ``Order``. The places
+nest, the first is the outermost, in whatever order ``distribute`` adds the features::
 
     place       before               gradients            after                      failed
     TIMELINE                                              marks the step
@@ -17,9 +16,8 @@ outermost::
     RATE                                                  counts the step
 
 One update runs every ``before`` and then every ``gradients``, from the first place to the last.
-After the update, every ``after`` runs, from the last place to the first. So when a feature's
-``after`` runs, those further in have undone their changes, and it finds the gradients as its own
-``gradients`` has left them. If the update raises, ``failed`` runs in place of ``after``. If the
+After the update, every ``after`` runs, from the last place to the first: those further in have
+undone their changes by then. If the update raises, ``failed`` runs in place of ``after``. If the
 ``after`` of one feature raises, ``failed`` runs for those further out.
 
 Closest to the update are ``update_begins`` and ``update_ends``, between which RATE multiplies the
@@ -33,8 +31,8 @@ An update may compute its gradients itself, in a closure, which sees the user's 
 ``gradients`` runs after each call of the closure instead, and after it ``loss``, from the last
 place to the first, on what the closure has returned.
 
-``attach`` uses hooks of PyTorch's: they also run if a script compiles ``optimizer.step``, or has
-kept it from before the call of ``distribute``. PyTorch skips its hooks after a step that raises, so
+``attach`` uses hooks of PyTorch's, which also run if a script compiles ``optimizer.step``, or has
+kept it from before the call of ``distribute``. PyTorch skips them after a step that raises, so
 ``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out. Keras on
 PyTorch has the same hooks. On TensorFlow an update is a part of a graph, and the port wraps methods
 of the optimizer, in the order that ``frameworks/keras/on_tensorflow.py`` has.
@@ -60,6 +58,7 @@ from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
     leaves_update_to_parent,
+    parameters_of,
 )
 
 Closure = Callable[[], Any]
@@ -109,10 +108,9 @@ class Feature:
 class UpdateHooks:
     """The features around the updates of one optimizer, and of the optimizers inside it.
 
-    An update may run others inside it: of a parent class, or of an optimizer that this one holds.
-    They belong to the outermost one, and only that one has hooks. But if new gradients have come
-    since that one began, it has computed them itself, or it has failed without a call of ``fail``:
-    then the hooks run around the inner one instead.
+    An update may run others inside it, of a parent class or an optimizer that this one holds; only
+    the outermost one has hooks. But if new gradients have come since that one began, it has
+    computed them itself, or it has failed without a call of ``fail``: then the inner one has them.
     """
 
     def __init__(self) -> None:
@@ -133,9 +131,8 @@ class UpdateHooks:
             each.update_ends()
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
-        """Before an update; return the function to call in place of the closure.
-
-        An update inside another is only counted, but for new gradients.
+        """Before an update; return what to call in place of the closure. Inside another, only
+        count.
         """
         if self.depth and closure is None and any(each.renewed() for each in self.features):
             self.fail(optimizer, 0)
@@ -210,10 +207,7 @@ class HiddenGradients:
 
 
 def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
-    """Call hooks around the steps of an optimizer and the ones inside it; add all features before.
-
-    The script may call the steps of those inside directly.
-    """
+    """Call hooks, which have all features, around the steps of an optimizer and ones inside it."""
     acts = any(each.update_begins is not _nothing for each in hooks.features)
     innermost = _Innermost(hooks) if acts else None
     for each in optimizers:
@@ -337,14 +331,12 @@ def follow_groups(
 ) -> Callable[[], bool]:
     """Keep parameters in step that the script adds to an optimizer later, with rank 0's values.
 
-    This replaces ``add_param_group`` on the instance only; pickled optimizers leave it out. It
-    returns a function that looks for parameters added in another way, and returns whether there
-    were any; a collective if there are.
+    The result looks for ones added in another way, and returns whether there were any; then it is a
+    collective. Pickled optimizers leave out the ``add_param_group`` of the instance.
     """
 
     def adopt() -> bool:
-        groups = [group for each in optimizers for group in each.param_groups]
-        updated = dict.fromkeys(p for group in groups for p in group["params"])
+        updated = dict.fromkeys(parameters_of(*optimizers))
         # In a mesh, other ranks' parameters are on the meta device.
         new = [p for p in updated if not (p in known or p.is_meta or is_left_to_rank(p))]
         if new:

@@ -19,6 +19,8 @@ from torch_nets import (
 )
 
 import hvkit
+from hvkit.communication.exchanges import Messages, by_rank
+from hvkit.frameworks.pytorch.collectives.wire import Wire
 
 
 def test_settled_holds_the_agreed_weights_and_leaves_no_trace():
@@ -49,6 +51,16 @@ def test_settled_in_inference_mode(compression):
         assert alike(model)
     train(model, optimizer, local(regression(steps=2)))
     assert alike(model)
+
+
+def test_ranks_send_each_other_messages_in_inference_mode():
+    rank, size = hvkit.rank(), hvkit.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with torch.inference_mode():
+        rows = torch.full((2, 3), float(rank))
+        sent, received = by_rank(2, [after], size), by_rank(2, [before], size)
+        exchange = Wire("weights").start(Messages(rows, sent, received), "messages")
+        assert exchange().tolist() == [[before] * 3] * 2
 
 
 def test_settled_is_for_any_model():

@@ -38,9 +38,8 @@ def gather(
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
-    ``shapes`` are of all ranks' tensors, which have one dtype. ``share`` is how many rows all ranks
-    have for each of this rank, whose loss and gradients then count as often as it has rows; None if
-    all ranks count alike.
+    ``shapes`` are of all ranks' tensors. ``share`` is how many rows all ranks have for each of this
+    rank, whose gradients then count as often as it has rows; None if all ranks count alike.
     """
     apply: Any = _Gather.apply
     group = group or all_ranks()
@@ -54,9 +53,7 @@ def _next_serial(group: Group) -> int:
 
 
 def with_values(total: Any, count: Any) -> tuple[Any, Any]:
-    """Both, once they have values, for which outputs of a pipeline may wait; not on the meta
-    device.
-    """
+    """Both, once they have values, for which outputs of a pipeline may wait."""
     if has_torch_function((total, count)):
         waited: tuple[Any, Any] = handle_torch_function(with_values, (total, count), total, count)
         return waited
@@ -66,10 +63,9 @@ def with_values(total: Any, count: Any) -> tuple[Any, Any]:
 
 
 def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
-    """Facts that ranks compare, and that a rank needs which has numbers only.
+    """Framework, dtype, type of device, whether a backward pass may come back, and both shapes.
 
-    The framework, the mean's dtype, the device's type, whether a backward pass may come back, and
-    the shapes of both, None for a number.
+    Ranks compare these, and one that has only numbers needs them.
     """
     given = [each for each in (total, count) if isinstance(each, torch.Tensor)]
     if any(each.is_complex() for each in given):
@@ -84,11 +80,11 @@ def facts_of_mean(total: Any, count: Any) -> tuple[Any, ...]:
 def mean(
     both: Sequence[Any], shapes: Sequence[Sequence[int]], facts: Sequence[Any], ranks: float | None
 ) -> torch.Tensor:
-    """The sum of totals over ranks, divided by the sum of counts, tensors or numbers; one
-    collective.
+    """The sum of totals over ranks, divided by the sum of counts; one collective.
 
-    ``facts`` are this rank's, or another's if this one has only numbers. A backward pass may come
-    back if it may on any rank. ``ranks`` is the factor of gradients; None for the number of ranks.
+    ``facts`` are this rank's, or another's if this one has only numbers: a backward pass may come
+    back here if it may on any rank. ``ranks`` is the factor of gradients; None for the number of
+    ranks.
     """
     if size() == 1:
         found: torch.Tensor = both[0] / both[1]
@@ -120,15 +116,12 @@ def _with_backward(numbers: torch.Tensor) -> torch.Tensor:
     parameters = trained_parameters()
     if not parameters:
         return numbers.requires_grad_()
-    if len(parameters) > 1:
-        return numbers
-    return numbers + parameters[0].flatten()[:0].sum().to(numbers)
+    several = len(parameters) > 1
+    return numbers if several else numbers + parameters[0].flatten()[:0].sum().to(numbers)
 
 
 class _Sum(torch.autograd.Function):
-    """Adds up numbers of all ranks. Gradients of weights become means later, so its gradient is
-    multiplied by their number.
-    """
+    """Adds up numbers. Gradients of weights become means later, so it multiplies its gradient."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, serial: int, ranks: float | None) -> torch.Tensor:

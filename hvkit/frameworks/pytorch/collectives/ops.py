@@ -9,9 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
-def reshape(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return x.reshape(shape)
+reshape = torch.reshape
+where = torch.where
+finite = torch.isfinite
+rounded = torch.round
+permute = torch.permute
+transpose = torch.t
 
 
 def pad(x: Tensor, zeros: int) -> Tensor:
@@ -24,18 +27,6 @@ def join(*columns: Tensor) -> Tensor:
 
 def largest(x: Tensor) -> Tensor:
     return x.abs().amax(1, keepdim=True)
-
-
-def where(condition: Tensor, x: Tensor, y: Tensor | float) -> Tensor:
-    return torch.where(condition, x, y)
-
-
-def finite(x: Tensor) -> Tensor:
-    return torch.isfinite(x)
-
-
-def rounded(x: Tensor) -> Tensor:
-    return torch.round(x)
 
 
 def cast(x: Tensor, dtype: str) -> Tensor:
@@ -81,14 +72,6 @@ def without(x: Tensor, at: Tensor) -> Tensor:
 
 def sum_at(length: int, at: Tensor, values: Tensor) -> Tensor:
     return values.new_zeros(length).index_add_(0, at.long(), values)
-
-
-def permute(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return x.permute(axes)
-
-
-def transpose(x: Tensor) -> Tensor:
-    return x.T
 
 
 def orthonormal(x: Tensor) -> Tensor:

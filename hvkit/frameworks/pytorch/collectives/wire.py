@@ -25,13 +25,11 @@ _WIRE_DTYPE = {
 
 
 class Wire:
-    """Collectives on tensors, for one purpose of ``hvkit.traffic``, in a group or among all ranks.
+    """Collectives on tensors of a group or all ranks, for one purpose of ``hvkit.traffic``.
 
-    Methods named ``start_`` return at once; ``wait`` returns their result. A name is the same on
-    every rank, and no two collectives that run at the same time have the same one.
-
-    A rank that is lost ends every wait with ``RankLostError``; ranks that send different shapes or
-    dtypes all raise ``RanksDisagreeError``.
+    Methods named ``start_`` return at once; ``wait`` returns their result. No two collectives that
+    run at the same time have the same name. A rank that is lost ends every wait with
+    ``RankLostError``; ranks that send different shapes or dtypes all raise ``RanksDisagreeError``.
     """
 
     def __init__(self, purpose: str, group: Group | None = None) -> None:
@@ -62,10 +60,7 @@ class Wire:
             return handle
 
     def start_gather(self, tensor: torch.Tensor, name: str) -> int:
-        """Start to put all ranks' rows below each other, in rank order.
-
-        Tensors are of shape (rows, ...); ranks may have different numbers of rows.
-        """
+        """Start to put all ranks' rows below each other, perhaps different numbers of them."""
         count(self._purpose, of_allgather(tensor.nbytes, self.size))
         return self._start(self._hvd.allgather_async, tensor, name)
 
@@ -95,10 +90,7 @@ class Wire:
         return functools.partial(self.wait, handle)
 
     def wait(self, handle: int) -> torch.Tensor:
-        """Wait for a collective and return its result.
-
-        On a GPU the host does not wait for a mean itself, but what it queues later does.
-        """
+        """The result of a collective. On a GPU only what the host queues later waits for a mean."""
         with waiting_for_all_ranks(self._within):
             result = self._hvd.synchronize(handle)
         # From an all-to-all also how many elements came from each rank.
@@ -116,10 +108,7 @@ class Wire:
 
 
 def _follow_default_stream(result: torch.Tensor) -> None:
-    """Queue further work of this thread's stream after what Horovod has ordered: the default one's.
-
-    The script may compute on another stream.
-    """
+    """Queue further work of this thread, on any stream, after Horovod's, on the default one."""
     if not result.is_cuda:
         return
     stream = torch.cuda.current_stream(result.device)

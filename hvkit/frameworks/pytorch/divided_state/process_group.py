@@ -1,7 +1,6 @@
 """``torch.distributed`` between Horovod's ranks, for PyTorch's ``fully_shard`` and pipelines.
 
-It needs no variables of ``torchrun``: rank 0 opens a store, and Horovod sends its address to the
-other ranks.
+It needs no variables of ``torchrun``: rank 0 opens a store, whose address Horovod sends to others.
 """
 
 from __future__ import annotations

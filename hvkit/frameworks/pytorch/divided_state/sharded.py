@@ -23,7 +23,7 @@ from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
-from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside
+from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside, parameters_of
 from hvkit.frameworks.pytorch.step_hooks import (
     Closure,
     Feature,
@@ -39,10 +39,7 @@ _DIVIDED = "_hvkit_divided_state"
 
 
 class OwnedParameters:
-    """The parameters of one model that an optimizer of another rank updates, or of this one.
-
-    Owners are ranks in the group.
-    """
+    """Which rank of a group updates which parameter of one model; sends them after the update."""
 
     def __init__(self, strategy: ShardedOptimizer, name: str, group: Group) -> None:
         self.group = group
@@ -66,9 +63,8 @@ class OwnedParameters:
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor], step: str) -> None:
-        """Send the parameters that this rank owns, and take over the others; a collective.
-
-        ``step`` is the call that the script made.
+        """Send what this rank owns, and take over the others, in a call of the script; a
+        collective.
         """
         owners = self.owner_of(parameters)
         plan = chunks_by_owner([p.nbytes for p in parameters], owners, self.group.size)
@@ -113,10 +109,7 @@ def set_others(
 
 
 class PartOfState(ABC):
-    """An optimizer whose state is divided among the ranks: refuses to save a part as the whole.
-
-    The optimizer has this as an attribute, which pickled ones leave out.
-    """
+    """Refuses to save a part of a state as the whole; an attribute of the optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -155,7 +148,7 @@ class PartOfState(ABC):
             state.update(before)
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return parameters_of(self._optimizer)
 
 
 class _OwnedState(PartOfState):
@@ -240,10 +233,7 @@ def part_of_state(optimizer: Optimizer) -> PartOfState | None:
 
 
 def partial_state(what: str, of: object, argument: str) -> ValueError:
-    """The error for a copy or file with only one rank's part of a divided state.
-
-    ``what`` is the script's call, or its result; ``argument`` says what it is of, for the fix.
-    """
+    """The error for a copy or file with only one rank's part of a model or optimizer."""
     return ValueError(
         f"{what} of {type(of).__name__} on rank {runtime.rank()} would hold only the part of this "
         "rank: save with hvkit.Checkpoint, or call state_dict() on rank 0 inside `with "

@@ -17,6 +17,8 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from hvkit.frameworks.pytorch.optimizers import parameters_of
+
 # Some warm up for several steps before they do what they are made for.
 _STEPS = 10
 _RANKS = 2
@@ -55,7 +57,7 @@ def why_not_by_element(optimizer: Optimizer) -> str:
 
 
 def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
-    devices = {p.device for p in _parameters(optimizer) if p.is_cuda}
+    devices = {p.device for p in parameters_of(optimizer) if p.is_cuda}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         try:
             return _Trial(optimizer, halved=halved).run()
@@ -67,10 +69,7 @@ def _why_not(optimizer: Optimizer, *, halved: bool) -> str:
 
 
 class _Trial:
-    """Copies of an optimizer: one that updates everything, and one for each of two ranks.
-
-    A rank has half of each parameter, or every second parameter.
-    """
+    """Copies of an optimizer: one for all, two for halves or for every second parameter."""
 
     def __init__(self, optimizer: Optimizer, *, halved: bool) -> None:
         self._halved = halved
@@ -90,7 +89,7 @@ class _Trial:
             if callable(train := getattr(each, "train", None)):
                 train()
         # Of one direction: optimizers that estimate a step's length wait for that.
-        slopes = [self._like(p) for p in _parameters(self._whole)]
+        slopes = [self._like(p) for p in parameters_of(self._whole)]
         for _ in range(_STEPS):
             gradients = [slope + 0.1 * self._like(slope) for slope in slopes]
             _step(self._whole, gradients)
@@ -133,7 +132,7 @@ class _Trial:
         """Give each rank the parameters that the other has updated."""
         if self._halved:
             return
-        for i, copies in enumerate(zip(*map(_parameters, self._ranks), strict=True)):
+        for i, copies in enumerate(zip(*map(parameters_of, self._ranks), strict=True)):
             for p in copies:
                 p.copy_(copies[i % _RANKS])
 
@@ -144,7 +143,7 @@ class _Trial:
             if self._halved
             else torch.equal(q.nan_to_num(), p.nan_to_num())
             for rank, each in enumerate(self._ranks)
-            for q, p in zip(_parameters(each), _parameters(self._whole), strict=True)
+            for q, p in zip(parameters_of(each), parameters_of(self._whole), strict=True)
         )
 
     def _other_number(self) -> str | None:
@@ -158,10 +157,6 @@ class _Trial:
         return None
 
 
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _examples(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """As many parameters of each dtype and number of dimensions as there are ranks in a trial."""
     examples = {(p.dtype, p.dim(), p.device): p for p in parameters}
@@ -172,10 +167,7 @@ def _examples(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 def copied(
     optimizer: Optimizer, models: list[list[torch.Tensor]], values: list[list[torch.Tensor]]
 ) -> Optimizer:
-    """A copy of an optimizer, which updates other parameters; without hooks, and not distributed.
-
-    For each group, ``models`` has the parameters that the new ones replace.
-    """
+    """A copy of an optimizer without hooks that updates new parameters in place of the models'."""
     # Not parameters: if an optimizer that was not passed updates parameters, rank 0 warns.
     groups = [[value.clone().requires_grad_() for value in group] for group in values]
     # Other references of the optimizer to its parameters become references to the first new one.
@@ -221,6 +213,6 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _step(optimizer: Optimizer, gradients: Sequence[torch.Tensor | None]) -> None:
-    for p, gradient in zip(_parameters(optimizer), gradients, strict=True):
+    for p, gradient in zip(parameters_of(optimizer), gradients, strict=True):
         p.grad = None if gradient is None else gradient.clone()
     optimizer.step()

@@ -6,20 +6,16 @@ once per bucket, or once per layout, where possible.
 A step uses the gradients of a window of ``accumulate`` backward passes, or fewer: ``accumulate``
 may not divide the number of batches of an epoch. Gradients of a shorter last window are averaged in
 the pass over the last batch, if it comes from a DataLoader that ``hvkit.shard`` returned. Otherwise
-the step averages them.
+the step averages them. All ranks must reduce in the same passes. A thread that fetches batches
+ahead may have the last one at other passes on other ranks, so only batches count that the thread of
+``backward()`` has taken. A script that itself fetches one batch ahead reduces one pass too early,
+on all ranks, and again in the step.
 
-All ranks must reduce in the same passes. A thread that fetches batches ahead may have the last one
-at other passes on other ranks, so only batches count that the thread of ``backward()`` has taken. A
-script that itself fetches one batch ahead reduces one pass too early, on all ranks, and again in
-the step.
-
-A backward pass may run inside another one. Reentrant checkpointing (``torch.utils.checkpoint`` with
+A backward pass may run inside another one: reentrant checkpointing (``torch.utils.checkpoint`` with
 ``use_reentrant=True``), reversible layers and the like call ``backward()`` while ``backward()``
-computes their gradients. Autograd gives such a nested pass an id like any other, and calls back
-at its end. But the gradients are final, and the script's pass counts, only at the end of the
-outermost one.
-
-For ``hvkit run --timeline``, ``trace_steps`` marks passes and steps.
+computes their gradients. Autograd gives such a nested pass an id like any other, and calls back at
+its end. But the gradients are final, and the script's pass counts, only at the end of the
+outermost.
 """
 
 from __future__ import annotations
@@ -55,9 +51,8 @@ _NEVER = 1 << 60
 class GradientHooks:
     """The hooks on the parameters of one model.
 
-    ``begin_pass`` prepares for the first gradient of the script's own backward pass, and returns
-    whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
-    ``end_pass`` is called at the end of that pass with autograd's id of it.
+    ``begin_pass`` is called before the first gradient of the script's own backward pass, and
+    returns whether it ends with a reduction. If not, buckets wait for the gradients of a later one.
     """
 
     def __init__(
@@ -140,7 +135,7 @@ class GradientHooks:
         leads from them back to a parameter would stay in memory for good.
         """
         of_model = weakref.ref(self)
-        of_hook = _no_bucket if bucket is None else weakref.ref(bucket)
+        of_hook: Callable[[], Bucket | None] = weakref.ref(bucket) if bucket else lambda: None
 
         def hook(parameter: torch.Tensor) -> None:
             hooks = of_model()
@@ -181,14 +176,10 @@ class GradientHooks:
                 self._reduction.send(bucket, gradients)
 
 
-def _no_bucket() -> None:
-    """Stands for a reference to a bucket."""
-
-
 def _register(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``function`` when a gradient is final, also if the parameter is frozen now.
+    """Call ``function`` when a gradient is final.
 
-    PyTorch takes the hook only from parameters that require a gradient, and keeps it when that
+    PyTorch takes the hook only while a parameter requires a gradient, and keeps it when that
     changes.
     """
     frozen = not parameter.requires_grad
@@ -226,8 +217,8 @@ def last_batch() -> Iterator[None]:
 class AccumulationWindow:
     """The passes of one model that count for the next step, up to ``length``.
 
-    With ``ends_with_epoch`` the pass over an epoch's last batch ends with a reduction. The window
-    may go on in the next epoch, and then another reduction must change nothing.
+    With ``ends_with_epoch`` the pass over an epoch's last batch reduces. The window may go on in
+    the next epoch, and then another reduction must change nothing.
     """
 
     def __init__(self, length: int, *, ends_with_epoch: bool) -> None:
@@ -289,18 +280,12 @@ _reduced: deque[int | None] = deque(maxlen=1)
 
 
 def _calling_thread() -> int:
-    """Identifies the thread in which the script has called ``backward()``.
-
-    Gradients on GPUs are computed in other threads.
-    """
+    """The thread in which the script called ``backward()``; a GPU's gradients come in others."""
     return _callers[-1] if _callers else threading.get_ident()
 
 
 def outermost_pass(pass_id: int) -> int:
-    """The id of the script's pass that contains a pass which runs now, or that it is itself.
-
-    It may run in another thread than the call that has started it, as passes on GPUs do.
-    """
+    """The id of the script's pass that contains a running one, perhaps of another thread."""
     for outermost, pass_ids in reversed(_nested):
         if pass_id in pass_ids:
             return outermost
@@ -313,10 +298,9 @@ def outermost_pass(pass_id: int) -> int:
 
 @functools.cache
 def watch_nested_passes(end: Callable[[int], None]) -> None:
-    """Call ``end`` when an outermost pass ends in which others have run, with its id.
+    """Call ``end`` with the id of an outermost pass that ends and in which others have run.
 
-    Nested passes may hold all gradients of a model. Then no hook of a parameter runs in the
-    outermost pass, from which one could wait for its end.
+    These may hold all gradients of a model. Then no hook of a parameter runs in the outermost pass.
     """
     run = torch.autograd.backward
 

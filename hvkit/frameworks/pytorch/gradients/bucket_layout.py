@@ -21,9 +21,6 @@ from hvkit.sync.compression_state import CompressionState
 Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
 """What of parameters decides the layout: see ``Layouts.arrange``."""
 
-# A device itself takes twice the time.
-device_index = torch.Tensor.get_device
-"""The index of a tensor's device; -1 for the host's memory."""
 
 _LAYOUTS_KEPT = 4
 
@@ -92,10 +89,9 @@ class StepReport:
 
 
 class Layout(NamedTuple):
-    """The buckets of a model, as long as its parameters have the same properties.
+    """The buckets of a model in the order in which backward fills them.
 
-    They are in the order in which backward fills them. The last has one name in all layouts, and
-    every rank sends it, also if layouts differ.
+    The last has one name in all layouts, and every rank sends it, also if layouts differ.
     """
 
     properties: Properties
@@ -109,10 +105,7 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """The layouts of one model, for when its parameters change.
-
-    The list of parameters may grow. ``statistics`` is the number of running statistics.
-    """
+    """The layouts of one model; its list of parameters may grow."""
 
     def __init__(
         self,
@@ -138,12 +131,11 @@ class Layouts:
         """The layout for the parameters as they are now; the last one if a bucket is in flight.
 
         It is the same object for parameters that are the same in everything that decides it.
-        ``report`` is how many numbers the report on a step has.
         """
         parameters = self._parameters
         properties = (
             [p.dtype for p in parameters],
-            list(map(device_index, parameters)),
+            list(map(torch.Tensor.get_device, parameters)),  # an index takes half of the time
             list(map(torch.Tensor.is_contiguous, parameters)),
             [p.requires_grad for p in parameters],
             self.sparse,
@@ -198,10 +190,7 @@ class Layouts:
         )
 
     def gradients_to_keep(self) -> set[int]:
-        """Indices of the parameters whose gradients must stay the same tensors.
-
-        Call it before a pass replaces gradients: the script cannot have a tensor that a pass makes.
-        """
+        """Indices of parameters whose gradients must stay the same tensors; call before a pass."""
         if torch.is_grad_enabled():  # backward(create_graph=True): they carry their graph
             return set(range(len(self._parameters)))
         return set().union(*(bucket.kept() for bucket in self.current.buckets))
@@ -215,11 +204,10 @@ def make_buckets(
     statistics: int = 0,
     compression: CompressionState | None = None,
 ) -> tuple[list[Bucket], Extra, Extra]:
-    """Make the buckets for some parameters, and say where the extra numbers lie.
+    """Make the buckets for some parameters, and say where the report and the statistics lie.
 
     These follow the last gradients, if they travel in full precision in the host's memory. Else
-    they have separate buckets: the report must not wait for a GPU. ``report`` and ``statistics``
-    are how many numbers these have.
+    they have separate buckets: the report must not wait for a GPU.
     """
     spread = _spread(members)
     device = spread[-1][-1][1].device
@@ -241,9 +229,8 @@ def make_buckets(
 
 
 def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Divide numbered parameters into runs, one for each bucket.
-
-    Backward reaches the parameters that were registered last first, so the runs begin there.
+    """Divide parameters into runs, one for each bucket, in the order in which backward comes to
+    them.
     """
     by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):

@@ -3,15 +3,13 @@
 A bucket holds the gradients of some parameters, one after the other, in one contiguous tensor that
 Horovod reduces in place. One call copies them in once the last is ready. Once the mean has arrived,
 the parameters' ``grad`` become views of the bucket: nothing is copied back, and the memory of the
-rank's own gradients is freed.
+rank's own gradients is freed. A parameter in the memory format channels_last has its numbers in
+that order in the bucket, too; the report on each step shows whether ranks have the same formats.
 
-A parameter in the memory format channels_last has its numbers in that order in the bucket, too.
-Ranks must therefore have the same formats, which the report on each step shows.
-
-Some gradients are copied back instead: gradients in float16 and bfloat16, which travel in float32;
-gradients of parameters that are complex or not dense; and gradients that the script has made itself
-or refers to elsewhere, as slices of a flat tensor. A script may also keep a mean for later. Its
-bucket then gets new memory.
+Some gradients are copied back instead: in float16 and bfloat16, which travel in float32; of
+parameters that are complex or not dense; and those that the script has made itself or refers to
+elsewhere, as slices of a flat tensor. If a script keeps a mean for later, its bucket gets new
+memory.
 
 Gradients of few rows, as of ``torch.nn.Embedding(sparse=True)``, are in no bucket: ranks gather the
 rows that they touched (``average_rows``). So a table of millions of rows costs as much as the rows
@@ -41,10 +39,7 @@ NO_PARAMETER = -1
 
 
 class _Memory:
-    """The memory of a bucket: of the members' gradients and the extra numbers.
-
-    ``shapes`` and ``strides``, of gradients that are not contiguous, are of the members' gradients.
-    """
+    """The memory of a bucket: of the members' gradients and the extra numbers."""
 
     def __init__(
         self,
@@ -84,8 +79,8 @@ class _Memory:
     def free(self) -> bool:
         """Whether no parameter has a tensor of ``given``, and the script has nothing of it.
 
-        Nor may the script have set the ``data`` of one, as ``model.double()`` does, or have
-        computed with it so that it belongs to a graph.
+        Nor may it have set the ``data`` of one, as ``model.double()`` does, or have computed with
+        one.
         """
         return (
             max(map(getrefcount, self.given)) <= self._references
@@ -94,20 +89,17 @@ class _Memory:
             and not self.shared
         )
 
-    def held_elsewhere(self, at: int) -> bool:
+    def referenced_elsewhere(self, at: int) -> bool:
         """Whether the script, too, refers to the tensor that is a parameter's gradient."""
         return getrefcount(self.given[at]) > self._references + 1 or self.shared
 
 
 _data_ptr = torch.Tensor.data_ptr
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _is_sparse = attrgetter("requires_grad"), attrgetter("is_sparse")
 
 
 class Bucket:
-    """The gradients of a few parameters with one wire dtype on one device.
-
-    ``members`` are indices and parameters, at least one. The caller fills ``extra`` numbers in.
-    """
+    """The gradients of a few parameters with one wire dtype on one device, and extra numbers."""
 
     # Whether numbers lie in the bucket in the order in which they lie in parameters.
     _keeps_formats = True
@@ -178,19 +170,18 @@ class Bucket:
             return set()
         there = [at for at, g in enumerate(gradients) if g is not None]
         del gradients  # it would count as a holder
-        return {self.indices[at] for at in there if self._is_held(at)}
+        return {self.indices[at] for at in there if self._is_referenced(at)}
 
-    def _is_held(self, at: int) -> bool:
+    def _is_referenced(self, at: int) -> bool:
         p = self._parameters[at]
         is_view = p.grad is self._memory.given[at]
-        return self._memory.held_elsewhere(at) if is_view else is_held_elsewhere(p)
+        return self._memory.referenced_elsewhere(at) if is_view else is_referenced_elsewhere(p)
 
     @torch.no_grad()
     def pack(self, gradients: Sequence[torch.Tensor | None], prescale: float | None = None) -> None:
         """Copy the members' gradients in; one that is missing or sparse counts as zero.
 
-        ``prescale`` is the factor with which the sum over ranks is the mean; None if gradients must
-        not be scaled before they are added up.
+        ``prescale`` makes the sum over ranks the mean; None if gradients must not be scaled before.
         """
         if not self._memory.free:
             # Gradients that were not reset, or means that the script keeps. The first may change
@@ -217,9 +208,7 @@ class Bucket:
             torch._foreach_copy_(views, dense)
 
     def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
-        """Make the means the wanted members' gradients; None for all. Kept ones stay the same
-        tensors.
-        """
+        """Make the means the wanted members' gradients; None for all. Kept ones stay the same."""
         given = self._memory.given
         if wanted is None and not kept and not self._apart:
             for p, mean in zip(self._parameters, given, strict=True):
@@ -277,9 +266,6 @@ def are_dense(gradients: Iterable[torch.Tensor | None]) -> bool:
     return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
 
 
-_is_sparse = attrgetter("is_sparse")
-
-
 def _tensors_with_memory_of(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
@@ -294,30 +280,30 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
     return parameter.is_contiguous(memory_format=memory_format)
 
 
-def is_held_elsewhere(parameter: torch.Tensor) -> bool:
+def is_referenced_elsewhere(parameter: torch.Tensor) -> bool:
     """Whether anything but the parameter refers to its gradient, or to the gradient's memory."""
     gradient = parameter.grad
     if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
         return gradient is not None
     del gradient
-    return any(map(gt, _holders_of_gradient(parameter), _UNHELD))
+    return any(map(gt, _references_to_gradient(parameter), _UNREFERENCED))
 
 
-def _holders_of_gradient(parameter: torch.Tensor) -> tuple[int, int]:
+def _references_to_gradient(parameter: torch.Tensor) -> tuple[int, int]:
     gradient = parameter.grad
     assert gradient is not None
     return getrefcount(gradient), _tensors_with_memory_of(gradient)
 
 
-def _holders_of_new_gradient() -> tuple[int, int]:
+def _references_to_new_gradient() -> tuple[int, int]:
     parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
     parameter.grad = torch.zeros(1, device="cpu")
-    return _holders_of_gradient(parameter)
+    return _references_to_gradient(parameter)
 
 
 # These numbers for a gradient that only its parameter refers to. They depend on the versions of
 # Python and PyTorch.
-_UNHELD = _holders_of_new_gradient()
+_UNREFERENCED = _references_to_new_gradient()
 
 
 def average_rows(
@@ -327,10 +313,9 @@ def average_rows(
     wire: Wire,
     compression: Compression | None = None,
 ) -> torch.Tensor:
-    """Average a gradient that is sparse in its first dimension over ranks; a collective.
+    """Average a gradient that is sparse in its first dimension, or None, over ranks; a collective.
 
-    None counts as zero. A compression that rounds value by value is used for float32 values; others
-    are not. The mean is a coalesced sparse tensor of the parameter's shape and dtype.
+    A compression that rounds value by value is used for float32. The mean is sparse and coalesced.
     """
     if gradient is None:
         rows = torch.empty(0, dtype=torch.int64, device=parameter.device)

@@ -1,15 +1,13 @@
 """Notices gradients that the script changes between ``backward()`` and ``step()``.
 
-A reduction leaves the same gradients on every rank. Clipping, unscaling and the like change them in
-the same way everywhere, so the weights stay the same. With different noise on each rank they do
-not.
-
-Ranks compare the gradients that an optimizer uses in its first step, and after 1, 2, 4, 8, ...
-steps. In between they look at the version counters of the gradients, which costs next to nothing.
-They compare again if a rank has changed its gradients in a way that is new to it, and after 1, 2,
-4, 8, ... steps with changes. Changes through ``data`` or a NumPy array do not move the counters. To
-compare, ranks combine a checksum of the gradients with the checksum of the rates. Only if it
-differs do they send fingerprints (``checks.py``).
+Clipping, unscaling and the like change them in the same way everywhere, so the weights stay the
+same on all ranks. With different noise on each rank they do not. Ranks compare the gradients that
+an optimizer uses in its first step, and after 1, 2, 4, 8, ... steps. In between they look at the
+version counters of the gradients, which costs next to nothing. They compare again if a rank has
+changed its gradients in a way that is new to it, and after 1, 2, 4, 8, ... steps with changes.
+Changes through ``data`` or a NumPy array do not move the counters. To compare, ranks combine a
+checksum of the gradients with the checksum of the rates. Only if it differs do they send
+fingerprints (``checks.py``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Whether ranks' losses are means over different numbers: of tokens, weights or rows.
 
 The mean over ranks of such means is not the mean of one process. At the root of each backward pass
-autograd keeps the divisor of a loss. Ranks compare these divisors in the steps in which they
-compare their weights, since the values may have to come from a GPU. The shapes are at hand: a
-checksum of the numbers of elements in the losses travels with each step. So ranks also compare in
-the step of a shorter last batch, wherever it comes.
+autograd keeps the divisor of a loss. Ranks compare these divisors when they compare their weights,
+since the values may have to come from a GPU. The shapes are at hand: a checksum of the numbers of
+elements travels with each step, so ranks also compare in that of a shorter last batch.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ class LossCounts:
     def numbers(self) -> NDArray[np.float64]:
         """For comparison: the sum of the losses' divisors, 0 if none is known, and a weight.
 
-        The weight of a loss is the contribution of one element. Logarithms of weights are added up
-        over the losses, so that no loss is hidden behind one that counts much more.
+        That of a loss is the contribution of one element. Logarithms are added up over the losses,
+        so that no loss is hidden behind one that counts much more.
         """
         totals, weight = [0.0, 0.0], 0.0
         of_rank = 1.0 if self.rank_weight is None else self.rank_weight()

@@ -18,7 +18,7 @@ from hvkit.communication import collectives
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
-from hvkit.frameworks.pytorch.optimizers import refuse_grad_scaler
+from hvkit.frameworks.pytorch.optimizers import parameters_of, refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import Feature, HiddenGradients, Order, UpdateHooks
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
@@ -94,9 +94,8 @@ class NonFinite:
         parameters: Sequence[torch.nn.Parameter],
         label: Callable[[int], str],
     ) -> None:
-        """End a reduction: skip the step or stop if a rank has found some; then a collective.
-
-        ``step`` counts since the script began. The gradients of the parameters are the means.
+        """End a reduction: skip the step, counted from the script's start, or stop; then a
+        collective.
         """
         self._skips = on_any_rank
         if not on_any_rank:
@@ -130,8 +129,7 @@ class NonFinite:
     def _skips_step(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's step that begins now changes nothing; rank 0 logs that it does.
 
-        A backward pass may also leave gradients that no optimizer uses, as a generator's loss does
-        in a discriminator.
+        A loss may also leave gradients that no optimizer uses, as a generator's in a discriminator.
         """
         if self._skips and self._text:
             skipped_steps.number += 1
@@ -147,16 +145,12 @@ def skip_steps(
     hooks: UpdateHooks,
     skips: Callable[[Optimizer], bool],
 ) -> None:
-    """Let steps of an optimizer that ``skips`` finds no gradients, so that they change nothing.
-
-    ``optimizers`` are one that updates some parameters, and the ones inside it.
-    """
+    """Let steps that are skipped find no gradients, of an optimizer and the ones inside it."""
     gradients = HiddenGradients()
 
     def take_away(optimizer: Optimizer) -> None:
         if skips(optimizer):
-            groups = (group for each in optimizers for group in each.param_groups)
-            gradients.hide(p for group in groups for p in group["params"])
+            gradients.hide(parameters_of(*optimizers))
 
     show = gradients.show
     hooks.add(Feature(Order.NONFINITE, gradients=take_away, after=show, failed=show))

@@ -2,10 +2,8 @@
 
 When all gradients of a bucket are final, they are copied into the bucket, and it is sent at once.
 When backward ends, a callback of the autograd engine sends the rest, waits, and gives the
-parameters the means. A step averages what no pass has averaged.
-
-Averaging a mean again changes nothing. The order of events is therefore harmless: several backward
-passes before a step only cost more reductions.
+parameters the means. A step averages what no pass has averaged. Averaging a mean again changes
+nothing, so several backward passes before a step only cost more reductions.
 """
 
 from __future__ import annotations
@@ -26,7 +24,12 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import (
 from hvkit.frameworks.pytorch.gradients.bucket_layout import refuse_another_mean
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
-from hvkit.frameworks.pytorch.optimizers import mean_of_ranks, refuse_grad_scaler, scaler_hooks
+from hvkit.frameworks.pytorch.optimizers import (
+    mean_of_ranks,
+    parameters_of,
+    refuse_grad_scaler,
+    scaler_hooks,
+)
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.sync.compression_state import CompressionKeeper
 from hvkit.watch.calls import call
@@ -41,8 +44,8 @@ _reducer_ids = itertools.count()
 class GradientReducer:
     """Keeps the gradients of some parameters averaged over ranks.
 
-    ``row_sparse`` parameters are known to have sparse gradients; the reducer notices others. If it
-    does not follow backward passes itself, its caller calls ``begin_pass`` and ``end_pass``.
+    It notices row-sparse gradients also of other parameters. If it does not follow backward passes,
+    its caller calls ``begin_pass`` and ``end_pass``.
     """
 
     def __init__(
@@ -60,12 +63,10 @@ class GradientReducer:
         self._index_of: dict[torch.Tensor, int] = {}
         self.keeper: CompressionKeeper | None = None
         if self._state and self._state.compression.keeps_state:
-            parameters_now = self._checks.parameters  # which grow
+            parameters_now, states = self._checks.parameters, {"": self._state}  # which grow
+            strategy, compression = reduction.strategy, reduction.compression
             self.keeper = CompressionKeeper(
-                reduction.strategy,
-                reduction.compression,
-                {"": self._state},
-                lambda: range(len(parameters_now)),
+                strategy, compression, states, lambda: range(len(parameters_now))
             )
         self._window = AccumulationWindow(
             self._checks.accumulate, ends_with_epoch=self.keeper is None
@@ -98,9 +99,8 @@ class GradientReducer:
     ) -> None:
         """Let gradients count more on some ranks than on others.
 
-        ``rank_weight`` returns the weight of this rank's gradients in the mean over ranks.
         ``correction`` returns the factor of the mean with which N ranks' weights add up to N, the
-        same on every rank. Both may wait for other ranks.
+        same on every rank. Both functions may wait for other ranks.
         """
         self._reduction.rank_weight = self._checks.losses.rank_weight = rank_weight
         self._reduction.correction = correction
@@ -118,8 +118,7 @@ class GradientReducer:
     def watch(
         self, optimizers: Sequence[Optimizer], hooks: UpdateHooks, adopt: Callable[[], bool]
     ) -> None:
-        """Make sure that each step of an optimizer, or of ones inside it, follows a reduction on
-        all ranks.
+        """Let each step of an optimizer, or of ones inside it, follow a reduction on all ranks.
 
         ``adopt`` adds parameters that are new in the optimizers; it returns whether there are any.
         """
@@ -144,21 +143,15 @@ class GradientReducer:
         def gradients(optimizer: Optimizer) -> None:
             average(f"{type(optimizer).__name__}.step()")
             self._unused.discard(optimizer_index)
-            groups = (group for each in optimizers for group in each.param_groups)
-            updated = (p for group in groups for p in group["params"])
+            updated = parameters_of(*optimizers)
             indices = (self._index_of[p] for p in updated if p in self._index_of)
             self._changes.use(optimizer_index, indices)
 
-        hooks.add(
-            Feature(
-                Order.RANKS,
-                before,
-                gradients,
-                renewed=lambda: self._window.waiting or optimizer_index in self._unused,
-                loss=mean_of_ranks,
-                after=self._end_step,
-            )
-        )
+        def renewed() -> bool:
+            return self._window.waiting or optimizer_index in self._unused
+
+        end = self._end_step
+        hooks.add(Feature(Order.RANKS, before, gradients, renewed, loss=mean_of_ranks, after=end))
         for each in optimizers:
             scaler_hooks(each).before_unscaling = lambda: average("GradScaler.unscale_()")
             if self._state and self.keeper:
@@ -189,9 +182,7 @@ class GradientReducer:
         return self._window.begin_pass(reduces=bool(self._hooks_of_passes()))
 
     def end_pass(self) -> None:
-        """After a pass that the reducer does not follow, the last of a window: average; a
-        collective.
-        """
+        """After a pass that the reducer does not follow; a collective if it ends a window."""
         _reduce_after_pass([self])
 
     def count_pass(self) -> bool:
@@ -204,10 +195,7 @@ class GradientReducer:
         return reduces
 
     def _hooks_of_passes(self) -> list[str]:
-        """The script's hooks for which passes are averaged that otherwise would not be.
-
-        One process calls them in each pass.
-        """
+        """The script's hooks that need the mean of each pass, as one process calls them in each."""
         waits = self._window.length > 1 and self._why_hooks_do_not_wait() is None
         return self.script_hooks.names() if waits else []
 
@@ -292,8 +280,7 @@ def _end_pass_of_all_models(pass_id: int) -> None:
 def _reduce_after_pass(reducers: Iterable[GradientReducer]) -> None:
     """Reduce for the models whose window ends with the pass that has ended.
 
-    All send before any waits, in the same order on every rank: the passes of other ranks may have
-    reached the models in another order.
+    All send before any waits: the passes of other ranks may have reached them in another order.
     """
     reducing = [reducer for reducer in reducers if reducer.count_pass()]
     if not reducing:

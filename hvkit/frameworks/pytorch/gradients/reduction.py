@@ -3,10 +3,9 @@
 Graphs may differ between ranks and from step to step. Every rank therefore sends every bucket each
 time, with zeros where it has no gradient. A report at the end of the last bucket has a few numbers
 of each rank: which gradients it has, whether one of them is sparse or has changed after its bucket
-was sent, how many steps the rank has done, a checksum of its learning rates, one of its losses'
-shapes (``loss_counts.py``), and how the script has changed gradients (``changed_gradients.py``).
-The numbers are averaged like gradients. All ranks read the same report from the mean, and so they
-make the same decisions. After a reduction all ranks have the same gradients.
+was sent, how many steps it has done, a checksum of its learning rates, one of its losses' shapes
+(``loss_counts.py``), and how the script has changed gradients (``changed_gradients.py``). All ranks
+read the mean of the reports, and so make the same decisions and get the same gradients.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ _TAIL = 6
 
 
 class ReportVector:
-    """Writes reports as numbers that can be averaged, and reads their mean.
-
-    It does so anew only if something is not as in the last step.
-    """
+    """Writes reports as numbers that can be averaged, and reads their mean, if anything is new."""
 
     def __init__(self, parameters: int) -> None:
         self.parameters = parameters
@@ -71,10 +67,7 @@ class ReportVector:
         changes: Changes = NO_CHANGES,
         shapes: int = 0,
     ) -> NDArray[np.float32]:
-        """This rank's report as a float32 array of shape ``(length,)``, valid until the next call.
-
-        ``checksum`` is of what must be equal on all ranks, ``shapes`` of the losses' shapes.
-        """
+        """This rank's report as float32 of shape ``(length,)``, valid until the next call."""
         vector = self._vector
         if report is not self._report:
             rows = vector[: self._bits.start].reshape(4, -1)
@@ -94,9 +87,9 @@ class ReportVector:
         return vector
 
     def decode(self, mean: NDArray[Any], size: int) -> tuple[StepReport, Disagreement]:
-        """The gradients of any rank, and how the ranks differ; the same on every rank.
+        """The gradients of any rank, and how the ranks differ, from the mean of their reports.
 
-        ``mean`` is over ``size`` ranks, of the results of ``encode``; this rank's was its last one.
+        It is the same on every rank. The last result of ``encode`` was this rank's report.
         """
         # All are whole numbers, so a mean is either this rank's number or at least 1 / size off. If
         # one rank's number is another one, then it is off on every rank; for steps, their squares'.
@@ -110,7 +103,7 @@ class ReportVector:
         bits = _on_some(values[self._bits], size)
         nonfinite, *changed = (bool(flag > 0.5 / size) for flag in values[-_TAIL:-2])
         step, square = values[-2:]
-        found = StepReport(*(_indices(row > 0.5 / size) for row in rows))
+        found = StepReport(*(frozenset(np.flatnonzero(r > 0.5 / size).tolist()) for r in rows))
         return found, Disagreement(
             frozen=bool(_on_some(rows[3], size).any()),
             checksums=bool(bits[:_BITS].any()),
@@ -124,10 +117,6 @@ class ReportVector:
 def _on_some(means: NDArray[Any], size: int) -> NDArray[np.bool_]:
     """Which means come from zeros on some ranks and ones on others."""
     return (means > 0.5 / size) & (means < 1 - 0.5 / size)
-
-
-def _indices(row: NDArray[np.bool_]) -> frozenset[int]:
-    return frozenset(row.nonzero()[0].tolist())
 
 
 class Reduction:
@@ -213,10 +202,7 @@ class Reduction:
             self.checks.send()
 
     def receive(self) -> bool:
-        """Wait for all buckets, and give the parameters the means.
-
-        Return whether any rank had a gradient that is NaN or infinite.
-        """
+        """Give the parameters the means; return whether any rank's gradient was not finite."""
         layout = self.layouts.current
         *buckets, last = layout.buckets
         report, disagreement = self._report_of_all_ranks(last)
@@ -259,10 +245,7 @@ class Reduction:
         return report, found
 
     def _drop(self) -> None:
-        """Wait for all buckets in flight, and forget them; all ranks do after the same error.
-
-        A script that catches the error may go on, and average its next gradients.
-        """
+        """Wait for all buckets in flight, and forget them: a script may go on after the error."""
         for bucket in self.layouts.current.buckets:
             if bucket.handle is not None:
                 bucket.wait(self._wire)

@@ -3,13 +3,11 @@
 A hook of ``p.register_hook`` may clip, normalise, mask or change a gradient with noise. Autograd
 calls it with this rank's gradient, and the mean of normalised gradients is not the normalised mean.
 So such hooks, and hooks of ``register_post_accumulate_grad_hook``, wait until the gradient is
-averaged: a ``_Waiting`` replaces each entry in PyTorch's dict of a parameter's hooks.
-``register_multi_grad_hook`` uses the same dicts.
-
-A hook gets the gradient of one backward pass. So ``ScriptHooks`` takes the gradients of earlier
-passes away from ``p.grad`` before a pass adds to it, and puts them back afterwards.
-
-PyTorch's generators are seeded by the gradient, so that hooks draw the same numbers on all ranks.
+averaged: a ``_Waiting`` replaces each entry in PyTorch's dict of a parameter's hooks, which
+``register_multi_grad_hook`` uses, too. A hook gets the gradient of one backward pass, so
+``ScriptHooks`` takes those of earlier passes away from ``p.grad`` before a pass adds to it, and
+puts them back afterwards. PyTorch's generators are seeded by the gradient, so that hooks draw the
+same numbers on all ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class ScriptHooks:
     def divide(self, whole: Part, part: Part) -> None:
         """Call hooks with full gradients where this rank has a slice of a parameter.
 
-        From the parameter and a gradient, ``whole`` gives the full gradient of this rank's slice, a
+        From the parameter and a gradient, ``whole`` gives the full gradient of a slice, a
         collective of the ranks with other slices; ``part`` gives this rank's slice of a full one.
         """
         self._change.whole, self._change.part = whole, part
@@ -174,8 +172,8 @@ class ScriptHooks:
 class HooksOnShards:
     """The script's hooks on parameters of which PyTorch's ``fully_shard`` gives each rank a part.
 
-    Autograd never reaches these, so their hooks would not run. ``fully_shard`` calls hooks of
-    ``register_post_accumulate_grad_hook``. One of these calls the others, with full gradients, as
+    Autograd does not reach these. ``fully_shard`` calls hooks of
+    ``register_post_accumulate_grad_hook``, one of which calls the others, with full gradients, as
     with ``ScriptHooks.divide``. Hooks move over from the parameters that were replaced.
     """
 
@@ -268,9 +266,7 @@ class _Changes:
 
 
 class _Waiting:
-    """Takes the place of a hook of the script, and lets it wait; None only makes room for a
-    gradient.
-    """
+    """Lets a hook of the script wait in whose place it is; None only makes room for a gradient."""
 
     def __init__(self, of: ScriptHooks, parameter: torch.Tensor, hook: Any) -> None:
         self._of = weakref.ref(of)
@@ -312,8 +308,7 @@ def _accumulates(parameter: torch.Tensor) -> bool:
 def _same_numbers(gradient: torch.Tensor, call: int) -> Iterator[None]:
     """Let ranks with the same gradient draw the same random numbers for a while.
 
-    For each hook and pass this costs some 20 microseconds on a CPU; on a GPU the host waits for the
-    gradient, since a few hundred of its numbers are copied.
+    It costs some 20 microseconds on a CPU; on a GPU the host waits for a few hundred numbers.
     """
     values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
     some = values.flatten()[:: values.numel() // 256 + 1].resolve_conj().cpu().contiguous()
