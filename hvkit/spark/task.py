@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from pathlib import Path
 
 from hvkit import threads
@@ -56,10 +57,7 @@ class RankPosition:
 def positions(hosts: Sequence[str]) -> list[RankPosition]:
     """The positions of ranks on these hosts, by task; the ranks of a host follow each other."""
     sizes = Counter(hosts)  # in the order of first mention
-    starts, total = {}, 0
-    for host, size in sizes.items():
-        starts[host] = total
-        total += size
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     seen: Counter[str] = Counter()
     found = []
     for host in hosts:
@@ -67,10 +65,8 @@ def positions(hosts: Sequence[str]) -> list[RankPosition]:
         seen[host] += 1
         # Ranks with the same local rank are one on each of these hosts.
         across = [each for each, size in sizes.items() if size > local]
-        position = RankPosition(
-            starts[host] + local, local, sizes[host], across.index(host), len(across)
-        )
-        found.append(position)
+        cross = across.index(host), len(across)
+        found.append(RankPosition(starts[host] + local, local, sizes[host], *cross))
     return found
 
 

@@ -289,10 +289,9 @@ class _Supervision:
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
         if self.ended_by is not None:
-            resumes = self.supervisor.resumed is not None
-            self.screen.say(
-                signals.ended_text(self.ended_by, self.supervisor.newest, resumes=resumes)
-            )
+            saved, resumes = self.supervisor.saved, self.supervisor.resumed is not None
+            saved = self.run.status.last_saved if saved is None else saved
+            self.screen.say(signals.ended_text(self.ended_by, saved, resumes=resumes))
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.problem) is not None:
             return Outcome(self.report_write_error(problem))
@@ -305,7 +304,8 @@ class _Supervision:
         if self.supervisor.left and all(each.stopped for each in others):
             return self.left()
         first = first_failure(failures)
-        about = failures, self.supervisor.other_hosts, self.supervisor.cause
+        hosts = {rank.host for rank in list(self.supervisor.ranks.values())}
+        about = failures, hosts - {socket.gethostname()}, self.supervisor.cause
         if text := report(*about):
             self.screen.say(text, failed=True)
         if first:

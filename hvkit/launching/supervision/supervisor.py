@@ -125,16 +125,6 @@ class Supervisor:
         return [(each, rank.host) for each, rank in ranks if rank.ended and each not in failed]
 
     @property
-    def newest(self) -> int | None:
-        """The step of the newest checkpoint, of this or an earlier try; None for none."""
-        return self.status.last_saved if self.saved is None else self.saved
-
-    @property
-    def other_hosts(self) -> set[str]:
-        """The hosts of the ranks, without this one."""
-        return {rank.host for rank in list(self.ranks.values())} - {socket.gethostname()}
-
-    @property
     def failed(self) -> bool:
         """Whether a rank has failed, or something cannot be written."""
         return bool(self.failures) or self.problem is not None
