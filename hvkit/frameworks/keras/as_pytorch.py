@@ -106,9 +106,7 @@ def _free(path: str, taken: Container[str]) -> str:
 
 
 class KerasStep(Optimizer):
-    """A Keras optimizer whose update is PyTorch's ``step()``; accumulating is none if
-    ``updates_only``.
-    """
+    """A Keras optimizer as PyTorch's; to accumulate gradients is no step if ``updates_only``."""
 
     def __init__(
         self,
@@ -135,9 +133,7 @@ class KerasStep(Optimizer):
         grads, optimizer = list(grads), self._optimizer
         variables = variables_of(optimizer, trainable_variables) or []
         if len(grads) != len(variables) or all(g is None for g in grads):
-            self._apply(
-                grads, None if trainable_variables is None else variables
-            )  # raises Keras's own error
+            self._apply(grads, variables or None)  # raises Keras's own error
             return
         for v in variables:
             if is_overwritten(v):

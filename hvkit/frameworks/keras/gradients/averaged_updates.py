@@ -124,9 +124,7 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
 
 @functools.cache
 def finite_in(group: Group) -> Agree:
-    """Ranks skip together: else some would wait in the inner optimizer. ``agree`` of
-    ``SharedScale``.
-    """
+    """Skips on all ranks or none, which else wait in inner optimizers; as ``SharedScale.agree``."""
     wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
     added = GraphWait("hvkit.finite.sums", group=group)
 

@@ -35,9 +35,7 @@ Method = Callable[[int], None]
 
 
 class UpdatedVariables:
-    """Variables that an optimizer updates together, the same on all ranks: an optimizer of
-    ``sync``.
-    """
+    """Variables that an optimizer updates together; an optimizer for ``hvkit.sync``."""
 
     call = STEP
 
@@ -73,9 +71,7 @@ class UpdatedVariables:
 
     @functools.cached_property
     def _round_ends(self) -> SimpleQueue[Callable[[], None] | None]:
-        """Functions for a thread, since a new one for each round would cost TensorFlow a
-        millisecond.
-        """
+        """Functions for a thread: a new one for each round would cost TensorFlow a millisecond."""
         functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threads.start("hvkit-round", _call_all, functions)
         finalize(self, functions.put, None)
