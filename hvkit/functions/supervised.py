@@ -53,18 +53,12 @@ def refuse_on_ranks(user: str) -> None:
 def begin(run: Request | SupervisedRun, folder: Path) -> subprocess.Popen[bytes]:
     """Start the process that runs these ranks; both of its streams are pipes."""
     (folder / _RUN).write_bytes(pickle.dumps(run))
+    command = [sys.executable, "-P", "-m", "hvkit.functions.supervised"]
     # The process inherits that SIGINT waits, until ``main`` can handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "hvkit.functions.supervised",
-                str(folder),
-                f"{os.getpid()}",
-            ],
+            [*command, str(folder), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
