@@ -258,9 +258,7 @@ class AdaptedLayers:
             self._compared, self._rows = compared_in_adapted(model)
 
     def copy_from_first(self, group: Group) -> None:
-        """Take the first rank's vocabularies and constants, whose weights the model has; a
-        collective.
-        """
+        """Take the first rank's vocabularies and constants, after its weights; a collective."""
         labels = [each.label for each in self._compared]
         require_equal("model", labels, "build the same model on every rank", group=group)
         if not self._layers:

@@ -145,9 +145,7 @@ def _warn_of_sums(
     results: Sequence[Mapping[str, Number]],
     group: Group,
 ) -> None:
-    """Warn of a metric of the user's whose variables are no sums: its ratio is beyond the ranks'
-    own.
-    """
+    """Warn of a user's metric whose variables are no sums: a ratio beyond the ranks' own."""
     for name, value in combined.items():
         if isinstance(value, float) and _is_users(model, name) and not value.is_integer():
             largest = max(float(np.abs(each[name])) for each in results if name in each)

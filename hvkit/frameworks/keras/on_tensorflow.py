@@ -136,9 +136,7 @@ class KerasOnTensorFlowPort(KerasPort):
             warn_of_own_batches("BatchNormalization(synchronized=True)", self.options.strategy)
 
     def _before_update(self, variables: Sequence[Any]) -> None:
-        """Synchronise weights that no call of a model has: of parts that a ``train_step`` calls, or
-        new.
-        """
+        """Synchronise weights that no call of a model has: of called parts, or of a new layer."""
         refusals.refuse_overwritten(self.options.strategy, variables)
         refusals.remember_updated(variables)
         for model in self._pending:

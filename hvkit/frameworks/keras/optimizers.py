@@ -73,9 +73,7 @@ def new_like(optimizer: Any) -> Any:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether an update sets the variable to its gradient, the largest of several: scales of
-    float8.
-    """
+    """Whether an update sets the variable to its gradient, the largest of several: float8."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 

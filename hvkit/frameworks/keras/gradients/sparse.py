@@ -78,8 +78,7 @@ def average_rows(
 
 
 def _as_in_one_process(values: tf.Tensor, marked: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """All ranks' rows of shape (rows, ...), added up if the ranks looked them up for the whole
-    batch.
+    """All ranks' rows of shape (rows, ...), added up if looked up for the whole batch.
 
     ``marked`` are their indices, with a mark before each rank's, of shape (rows + ranks,).
     """

@@ -78,9 +78,7 @@ class UpdatedVariables:
         return functions
 
     def begin_by(self, method: Method) -> tf.Tensor:
-        """Call a method that reads the variables, unless ``begun``; return what others must wait
-        for.
-        """
+        """Call a method that reads the variables unless ``begun``; return what to wait for."""
         weak = WeakMethod(method)
 
         def begin() -> tf.Tensor:

@@ -78,9 +78,7 @@ class Variables(Weights):
     def given(
         self, groups: Sequence[list[int]], vectors: Sequence[Array]
     ) -> Iterator[Callable[[], list[Array]]]:
-        """Set values for a function that a graph calls; yield one that returns the new ones as
-        vectors.
-        """
+        """Set values in a function that a graph calls; yield one that returns new vectors."""
         for numbers, vector in zip(groups, vectors, strict=True):
             self._given.update(zip(numbers, self.split(vector, numbers), strict=True))
         self._in_function = True
