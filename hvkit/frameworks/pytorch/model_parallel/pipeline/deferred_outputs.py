@@ -67,7 +67,6 @@ class DeferredBatch:
     args: Any
     kwargs: Any
     batches: list[MicroBatch]
-    samples: int
     key: Hashable
     autocast: Sequence[tuple[bool, torch.dtype]]
     modes: Sequence[bool]
@@ -102,17 +101,18 @@ class DeferredBatch:
     ) -> Callable[[Recorded], torch.Tensor]:
         """Computes operations from outputs of a micro-batch, or of the whole batch for None."""
         memo = dict(zip(self.nodes, outputs, strict=False))
+        sizes = [batch.samples for batch in self.batches]
+        samples = sum(sizes)
 
         def argument(node: Recorded, t: torch.Tensor) -> torch.Tensor:
             if isinstance(t, Deferred):
                 return evaluate(t.node)
             length = t.shape[0] if t.dim() else 0
             # Samples, or a tensor as long as another argument, such as targets of each position.
-            if microbatch is not None and (length == self.samples or length in node.lengths):
-                rows, rest = divmod(length, self.samples)
+            if microbatch is not None and (length == samples or length in node.lengths):
+                rows, rest = divmod(length, samples)
                 if rows and not rest:
-                    sizes = [batch.samples * rows for batch in self.batches]
-                    return torch.split(t, sizes)[microbatch]
+                    return torch.split(t, [n * rows for n in sizes])[microbatch]
             return t
 
         def evaluate(node: Recorded) -> torch.Tensor:

@@ -68,16 +68,13 @@ def ignored_unevenly(
     """
     samples = sum(sizes)
     for t in targets:
-        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool or not t.dim():
-            continue
-        if not t.numel() or t.shape[0] % samples:
+        is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+        if not is_integer or not t.dim() or not t.numel() or t.shape[0] % samples:
             continue
         ignored = (t < 0) if index is None else (t == index)
         rows = t.shape[0] // samples
-        shares = [
-            float(part.double().mean()) for part in torch.split(ignored, [n * rows for n in sizes])
-        ]
-        if max(shares) > min(shares):
+        parts = torch.split(ignored, [n * rows for n in sizes])
+        if len({float(part.double().mean()) for part in parts}) > 1:
             return True
     return False
 

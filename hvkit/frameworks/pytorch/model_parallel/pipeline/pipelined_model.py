@@ -27,11 +27,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import ResultComparison
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import (
-    TorchChannel,
-    empty,
-    spec_of,
-)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel, empty
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     Slot,
@@ -129,7 +125,7 @@ class ForwardPass:
         leaves, received = enter(specs, tensors)
         output = pipeline.staged.run(stage, received, batch, self._seed + microbatch)
         tensors = tensors_in(output)
-        output_specs = list(map(spec_of, tensors))
+        output_specs = list(map(pipeline.channel.spec_of, tensors))
         if torch.is_grad_enabled():
             pipeline.specs.setdefault((stage, self.keys[microbatch]), (specs, output_specs))
         self._computed[stage, microbatch] = leaves, tensors
@@ -183,7 +179,7 @@ class Pipeline:
         self._parameters = list(model.parameters())
         self.has_few_bits = any(p.dtype.itemsize < 4 for p in self._parameters)
         self.around_backward = around_backward
-        self.own = stages.of_rank(channel.rank)
+        self.local_stages = stages.of_rank(channel.rank)
         self.last = len(stages) - 1
         # By stage and shapes of a micro-batch: the specs of the stage's inputs and outputs.
         self.specs: dict[tuple[int, Hashable], tuple[Specs, Specs]] = {}
@@ -252,7 +248,7 @@ class Pipeline:
                 refuse_other_results(done.result[0])
                 of_part = tensors_in(done.result[0])
                 specs = [
-                    dataclasses.replace(spec_of(t), requires_grad=part.requires_grad)
+                    dataclasses.replace(self.channel.spec_of(t), requires_grad=part.requires_grad)
                     for t, part in zip(whole, of_part, strict=True)
                 ]
                 known = structure_of(done.result[0]), specs, done.rows

@@ -10,25 +10,18 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.pipeline.channel import Channel, TensorSpec
 from hvkit.transport.traffic import count
 
 
 class TorchChannel(Channel):
-    """Sends tensors between ranks, of a GPU perhaps through the host's memory."""
+    """Sends tensors between the ranks of a group, in whose order they form the pipeline."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int],
-        device: torch.device,
-        name: str,
-        *,
-        through_host: bool = False,
-    ) -> None:
-        super().__init__(ranks, dist.get_rank(), name)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+        super().__init__(dist.get_process_group_ranks(group), dist.get_rank(), name)
         self.group, self.device = group, device
-        self._wire_device = torch.device("cpu") if through_host else device
+        self._wire_device = torch.device("cpu") if process_group.ranks_share_gpus() else device
 
     def start(self, data: Any, to: int) -> Callable[[], object]:
         if isinstance(data, np.ndarray):
@@ -56,7 +49,7 @@ class TorchChannel(Channel):
         return t.numpy()
 
     def spec_of(self, tensor: torch.Tensor) -> TensorSpec:
-        return spec_of(tensor)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def dtype_named(self, name: str) -> Any:
         return getattr(torch, name)
@@ -77,10 +70,6 @@ class TorchChannel(Channel):
         with self.waiting():
             dist.broadcast_object_list(box, self.ranks[source], group=self.group)
         return box[0]
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def empty(spec: TensorSpec, device: torch.device | str) -> torch.Tensor:

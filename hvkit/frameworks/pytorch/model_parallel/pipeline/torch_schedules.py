@@ -40,11 +40,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
     same_memory,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import empty
-from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
-    samples_in,
-    tensors_in,
-    with_tensors,
-)
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, with_tensors
 from hvkit.main_rank import warn_once
 from hvkit.pipeline.channel import StageTimes, TensorSpec
 from hvkit.transport.traffic import count
@@ -112,7 +108,6 @@ class ScheduledPipeline:
             args,
             kwargs,
             batches,
-            samples_in(args, kwargs),
             pipeline.keys(batches)[0],
             autocast_state(),
             pipeline.modes(),
@@ -151,7 +146,7 @@ class ScheduledPipeline:
             self._sums.pop(operations, None)
         found: list[list[torch.Tensor]] = []
         outputs: list[list[torch.Tensor]] = []
-        is_last = pipeline.last in pipeline.own
+        is_last = pipeline.last in pipeline.local_stages
         numbers = torch.arange(len(run.batches))
 
         def loss_of(output: Any, number: torch.Tensor) -> torch.Tensor:
@@ -235,10 +230,10 @@ class ScheduledPipeline:
     def _count(self, run: DeferredBatch) -> None:
         """Count the bytes that PyTorch has sent between stages."""
         pipeline = self._pipeline
-        for stage in pipeline.own:
+        for stage in pipeline.local_stages:
             received, sent = pipeline.specs[stage, run.key]
             for other, specs in ((stage - 1, received), (stage + 1, sent)):
-                if not 0 <= other <= pipeline.last or other in pipeline.own:
+                if not 0 <= other <= pipeline.last or other in pipeline.local_stages:
                     continue
                 passed = [each for each in specs if each.requires_grad or other > stage]
                 size = sum(math.prod(each.shape) * each.dtype.itemsize for each in passed)
@@ -248,7 +243,7 @@ class ScheduledPipeline:
         pipeline = self._pipeline
         key = run.key, len(run.batches)
         if key not in self._schedules:
-            stages = [self._stage_for(run, stage) for stage in pipeline.own]
+            stages = [self._stage_for(run, stage) for stage in pipeline.local_stages]
             schedule: Any = get_schedule_class(self._schedule)
             several = STAGES_PER_RANK[self._schedule] > 1
             self._schedules[key] = schedule(
@@ -265,7 +260,7 @@ class ScheduledPipeline:
         parameters = [p for name, p in self._parameters.items() if stage in users[name]]
         received, sent = map(_empty, pipeline.specs[stage, run.key])
         made = _TimedStage(
-            _StageModule(self, stage, parameters),
+            _StageModule(functools.partial(self._run_stage, stage), parameters),
             stage,
             len(pipeline.stages),
             pipeline.channel.device,
@@ -276,7 +271,7 @@ class ScheduledPipeline:
         made.times = pipeline.channel.times
         return made
 
-    def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
+    def _run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> Any:
         run = self._current
         assert run is not None
         with autocast_as(run.autocast), _in_modes(self._pipeline, run.modes):
@@ -321,21 +316,17 @@ def _empty(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
 class _StageModule(nn.Module):
     """A stage for PyTorch's schedules, which pass its inputs, and the number of the micro-batch."""
 
-    def __init__(
-        self, pipeline: ScheduledPipeline, stage: int, parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def __init__(self, run: Callable[..., Any], parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        # PyTorch must not register these attributes: the parameters belong to the model.
-        vars(self).update(_of=pipeline, _stage=stage, _own=parameters)
+        self._run, self._used = run, parameters  # in a list: they belong to the model
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of this stage, whose gradients zero-bubble schedules compute."""
-        return iter(vars(self)["_own"])
+        return iter(self._used)
 
     def forward(self, *received: torch.Tensor, mb: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own = vars(self)
-        given = tensors_in(own["_of"].run_stage(own["_stage"], received, int(mb)))
-        return tuple(t.contiguous() for t in given)  # as PyTorch's messages need them
+        outputs = tensors_in(self._run(received, int(mb)))
+        return tuple(t.contiguous() for t in outputs)  # as PyTorch's messages need them
 
 
 def _timed(what: str, method: Callable[..., Any]) -> Callable[..., Any]:

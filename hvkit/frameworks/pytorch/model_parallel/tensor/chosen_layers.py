@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,7 @@ class Vocabulary:
         return dict.fromkeys(self.layers, why)
 
 
-def vocabularies(model: nn.Module, layers: Mapping[str, LinearUse]) -> list[Vocabulary]:
+def vocabularies(model: nn.Module, layers: defaultdict[str, LinearUse]) -> list[Vocabulary]:
     """The vocabularies of a model.
 
     A linear layer is a projection if it shares the weight of an embedding; or if it has as many
@@ -105,7 +106,7 @@ def _is_embedding(model: nn.Module, name: str) -> bool:
 
 def _vocabulary(
     model: nn.Module,
-    layers: Mapping[str, LinearUse],
+    layers: defaultdict[str, LinearUse],
     holders: Mapping[torch.Tensor, Sequence[str]],
     weight: torch.Tensor,
     names: Sequence[str],

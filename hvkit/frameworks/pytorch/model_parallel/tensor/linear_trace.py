@@ -165,9 +165,7 @@ class LinearTrace(rules.EachOperation):
             seen.unusable = "its forward returns the product in another shape"
 
     def returned(self, output: Any) -> None:
-        """Note what the model returns, which must be whole; caches of keys and values may be
-        divided.
-        """
+        """Note what the model returns, which must be whole, but for caches of keys and values."""
         for path, tensor in _tensors_in(output, ()):
             mark = _mark_of(tensor)
             if mark and not any(map(is_cache, path)):
@@ -232,19 +230,16 @@ class LinearTrace(rules.EachOperation):
                 self.linears[column].ends = True
             return
         known = {mark.parts for mark in marks if mark}
-        parts = step.parts
+        parts: int | None = 1
         if known == {None}:
+            parts = step.parts
             for column in columns:
                 self.linears[column].combined |= columns
-        if len(known) > 1:
-            parts = 1  # one of them is a product of several tensors, and the other is not
-        elif known != {None}:
-            if parts not in (None, 1):
-                self._spoil(columns, f"{name}() divides a share of a product in shares")
-                return
-            parts = 1
-        for mark in marks:
-            if mark and mark.parts is None and parts is not None:
+        elif known == {1} and step.parts not in (None, 1):
+            self._spoil(columns, f"{name}() divides a share of a product in shares")
+            return
+        if parts is not None:
+            for mark in filter(None, marks):
                 self._decide(mark, parts)
         for each in outputs:
             setattr(each, _MARK, Mark(columns, step.dim, None if parts is None else 1))
