@@ -36,17 +36,16 @@ def graph_counter(value: Any = 0, dtype: Any = None) -> tf.Variable:
 class BlockedInGraphs:
     """The seconds that this rank has been blocked in collectives of graphs, for a monitor."""
 
-    def __init__(self) -> None:
-        self.measured = False
-        self._seconds: Any = None
-        self._ended: Any = None
+    # Whether graphs that are traced from now on measure it.
+    measured = False
 
-    def measure(self) -> None:
-        """Measure in graphs that are traced from now on."""
-        self.measured = True
-        if self._seconds is None:
-            self._seconds = graph_counter(0.0, tf.float64)
-            self._ended = graph_counter(0.0, tf.float64)
+    @functools.cached_property
+    def _seconds(self) -> tf.Variable:
+        return graph_counter(0.0, tf.float64)
+
+    @functools.cached_property
+    def _ended(self) -> tf.Variable:
+        return graph_counter(0.0, tf.float64)
 
     def add_since(self, begun: tf.Tensor) -> None:
         now = tf.timestamp()
