@@ -103,7 +103,7 @@ Rule = Callable[[Operation], "Followed | str | None"]
 
 
 def follow(call: Operation) -> Followed | str | None:
-    """How an operation's output is divided, or why it cannot be; None if every rank has it whole."""
+    """How an operation's output is divided, or why it cannot be; None if it is whole everywhere."""
     if call.name not in RULES:
         return f"{call.name}() has no rule by which it could be divided"
     return RULES[call.name](call)
