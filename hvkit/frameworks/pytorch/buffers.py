@@ -62,9 +62,7 @@ class RunningStatistics:
         return vector
 
     def write(self, vector: torch.Tensor, *, also_in_evaluation: bool = False) -> None:
-        """Copy a vector back. Through ``data``: a graph that still runs backward may hold the
-        buffers.
-        """
+        """Copy a vector back. Through ``data``: a graph may hold the buffers for its backward."""
         pieces = zip(
             self._kept, self._flat_buffers(), torch.split(vector, self._sizes), strict=True
         )

@@ -115,32 +115,22 @@ class UpdateHooks:
 
     def __init__(self) -> None:
         self.depth = 0  # how many updates are running inside each other
-        self.features: list[Feature] = []  # from the outermost to the innermost
+        # How many were running when the update of the innermost began; 0 outside of any.
+        self._begun_at = 0
+        self._features: list[Feature] = []  # from the outermost to the innermost
 
     def add(self, feature: Feature) -> None:
-        self.features = sorted([*self.features, feature], key=lambda each: each.place)
-
-    def begin_update(self, optimizer: Any) -> None:
-        """Just before the update of one optimizer, of several inside each other the innermost."""
-        for each in self.features:
-            each.update_begins(optimizer)
-
-    def end_update(self) -> None:
-        """Just after that update, or where it calls a closure."""
-        for each in reversed(self.features):
-            each.update_ends()
+        self._features = sorted([*self._features, feature], key=lambda each: each.place)
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
-        """Before an update; return what to call in place of the closure. Inside another, only
-        count.
-        """
-        if self.depth and closure is None and any(each.renewed() for each in self.features):
+        """Before an update, which is only counted inside another; return a new closure."""
+        if self.depth and closure is None and any(each.renewed() for each in self._features):
             self.fail(optimizer, 0)
         self.depth += 1
         if self.depth > 1:
             return closure
         try:
-            for each in self.features:
+            for each in self._features:
                 each.before(optimizer, closure)
             if closure is None:
                 self._use_gradients(optimizer)
@@ -153,14 +143,14 @@ class UpdateHooks:
         def with_hooks() -> Any:
             loss = closure()
             self._use_gradients(optimizer)
-            for each in reversed(self.features):
+            for each in reversed(self._features):
                 loss = each.loss(loss)
             return loss
 
         return with_hooks
 
     def _use_gradients(self, optimizer: Any) -> None:
-        for each in self.features:
+        for each in self._features:
             each.gradients(optimizer)
 
     def end(self, optimizer: Any) -> None:
@@ -170,7 +160,7 @@ class UpdateHooks:
         self.depth -= 1
         if self.depth:
             return
-        outwards = reversed(self.features)
+        outwards = reversed(self._features)
         try:
             for each in outwards:
                 each.after(optimizer)
@@ -182,9 +172,62 @@ class UpdateHooks:
     def fail(self, optimizer: Any, depth: int) -> None:
         """After an update that raised, when it began inside ``depth`` others."""
         if self.depth and not depth:
-            for each in reversed(self.features):
+            for each in reversed(self._features):
                 each.failed(optimizer)
         self.depth = depth
+
+    def stay_innermost(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Call features closest to each update; return what keeps them there, before each step."""
+        if all(each.update_begins is _nothing for each in self._features):
+            return _nothing
+        hook_steps_of_parents(type(optimizer))
+        before = optimizer.register_step_pre_hook(_uncompiled(self._begin_innermost))
+        after = optimizer.register_step_post_hook(_uncompiled(self._end_innermost))
+
+        def keep_innermost() -> None:
+            # The user's hooks read and set the user's rate.
+            cast(_Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(before.id)
+            cast(_Hooks, optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+
+        keep_innermost()
+        return keep_innermost
+
+    def _begin_innermost(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        # A step that calls its parent's runs the hooks twice. Before that call it may set the
+        # user's rate itself.
+        depth, cls = self.depth, type(optimizer)
+        if self._begun_at or leaves_update_to_parent(cls, depth):  # type: ignore[arg-type]
+            return None
+        self._begun_at = depth
+        self._begin_update(optimizer)
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            return None
+
+        def outside() -> Any:  # of the update: the user's closure sees the user's rate
+            self._end_update()
+            loss = closure()
+            self._begin_update(optimizer)
+            return loss
+
+        return _with_closure(outside, args, kwargs)
+
+    def _end_innermost(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.depth <= self._begun_at:
+            self.end_innermost()
+
+    def end_innermost(self) -> None:
+        """After an update, also one that raised."""
+        self._begun_at = 0
+        self._end_update()
+
+    def _begin_update(self, optimizer: Any) -> None:
+        for each in self._features:
+            each.update_begins(optimizer)
+
+    def _end_update(self) -> None:
+        for each in reversed(self._features):
+            each.update_ends()
 
 
 class HiddenGradients:
@@ -208,13 +251,11 @@ class HiddenGradients:
 
 def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
     """Call hooks, which have all features, around the steps of an optimizer and ones inside it."""
-    acts = any(each.update_begins is not _nothing for each in hooks.features)
-    innermost = _Innermost(hooks) if acts else None
     for each in optimizers:
-        _attach(each, hooks, innermost)
+        _attach(each, hooks)
 
 
-def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | None) -> None:
+def _attach(optimizer: Optimizer, hooks: UpdateHooks) -> None:
     @_uncompiled
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = closure_of(args, kwargs)
@@ -229,21 +270,18 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | No
 
     @_uncompiled
     def fail(optimizer: Optimizer, depth: int) -> None:
-        if innermost:
-            innermost.end()
+        hooks.end_innermost()
         hooks.fail(optimizer, depth)
 
     optimizer.register_step_pre_hook(enter)
     optimizer.register_step_post_hook(leave)
-    keep_innermost = innermost.attach(optimizer) if innermost else None
-    step = optimizer.step
+    keep_innermost, step = hooks.stay_innermost(optimizer), optimizer.step
 
     # A method, because schedulers made later expect one. functools.wraps copies the mark that
     # schedulers made earlier have left on the step, for which they look.
     @functools.wraps(step)
     def step_with_hooks(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if keep_innermost:
-            keep_innermost()
+        keep_innermost()
         depth = hooks.depth
         try:
             return step(*args, **kwargs)
@@ -252,58 +290,6 @@ def _attach(optimizer: Optimizer, hooks: UpdateHooks, innermost: _Innermost | No
             raise
 
     optimizer.step = MethodType(step_with_hooks, optimizer)  # type: ignore[method-assign]
-
-
-class _Innermost:
-    """Calls the features closest to the updates of an optimizer, and of the ones inside it."""
-
-    def __init__(self, hooks: UpdateHooks) -> None:
-        self._hooks = hooks
-        # How many nested steps were running when the update began; 0 outside of any.
-        self._begun_at = 0
-
-    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Return a function that keeps the features the closest, to call before a step."""
-        hook_steps_of_parents(type(optimizer))
-        before = optimizer.register_step_pre_hook(_uncompiled(self._begin))
-        after = optimizer.register_step_post_hook(_uncompiled(self._end))
-
-        def keep_innermost() -> None:
-            # The user's hooks read and set the user's rate.
-            cast(_Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(before.id)
-            cast(_Hooks, optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
-
-        keep_innermost()
-        return keep_innermost
-
-    def end(self) -> None:
-        """After a step that raised."""
-        self._begun_at = 0
-        self._hooks.end_update()
-
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # A step that calls its parent's runs the hooks twice. Before that call it may set the
-        # user's rate itself.
-        depth, cls = self._hooks.depth, type(optimizer)
-        if self._begun_at or leaves_update_to_parent(cls, depth):  # type: ignore[arg-type]
-            return None
-        self._begun_at = depth
-        self._hooks.begin_update(optimizer)
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            return None
-
-        def outside() -> Any:  # of the update: the user's closure sees the user's rate
-            self._hooks.end_update()
-            loss = closure()
-            self._hooks.begin_update(optimizer)
-            return loss
-
-        return _with_closure(outside, args, kwargs)
-
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._hooks.depth <= self._begun_at:
-            self.end()
 
 
 def closure_of(args: Any, kwargs: Any) -> Closure | None:

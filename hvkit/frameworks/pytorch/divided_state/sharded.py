@@ -63,9 +63,7 @@ class OwnedParameters:
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor], step: str) -> None:
-        """Send what this rank owns, and take over the others, in a call of the script; a
-        collective.
-        """
+        """Send what this rank owns, and take over the rest, in a script's call; a collective."""
         owners = self.owner_of(parameters)
         plan = chunks_by_owner([p.nbytes for p in parameters], owners, self.group.size)
         with call(step, next(self._steps), self._name):

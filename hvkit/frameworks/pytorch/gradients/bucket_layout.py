@@ -229,9 +229,7 @@ def make_buckets(
 
 
 def _spread(members: Iterable[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Divide parameters into runs, one for each bucket, in the order in which backward comes to
-    them.
-    """
+    """Divide parameters into runs, one for each bucket, in the order of backward."""
     by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[int, torch.Tensor]]] = {}
     for i, p in reversed(list(members)):
         by_dtype.setdefault((wire_dtype(p.dtype), p.device), []).append((i, p))

@@ -72,11 +72,10 @@ class LossCounts:
     def note(self, roots: Any) -> None:
         """Look at the tensors of which the script wants gradients."""
         self._noted, self._noted_elements = [], 0
-        if not isinstance(roots, torch.Tensor) and isinstance(roots, Sequence) and len(roots) == 1:
-            roots = roots[0]
-        if not isinstance(roots, torch.Tensor) or roots.numel() != 1:
+        loss = roots[0] if isinstance(roots, Sequence) and len(roots) == 1 else roots
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
-        root = roots.grad_fn
+        root = loss.grad_fn
         try:
             if (mean := _mean_of(root)) is not None:  # in most steps
                 count, self._noted_elements = mean

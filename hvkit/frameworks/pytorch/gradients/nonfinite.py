@@ -94,9 +94,7 @@ class NonFinite:
         parameters: Sequence[torch.nn.Parameter],
         label: Callable[[int], str],
     ) -> None:
-        """End a reduction: skip the step, counted from the script's start, or stop; then a
-        collective.
-        """
+        """End a reduction: skip the step, counted in the run, or stop; then a collective."""
         self._skips = on_any_rank
         if not on_any_rank:
             self._text = ""
