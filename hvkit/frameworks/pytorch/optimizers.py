@@ -116,9 +116,10 @@ def _patch_scaler() -> None:
         hooks = hooks_of(self, optimizer)
         if hooks.before_unscaling:  # it looks at the gradients itself if the optimizer unscales
             hooks.before_unscaling()
-        state = self._per_optimizer_states[id(optimizer)]
-        if hooks.overflows and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
+        if hooks.overflows:
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
         plain = functools.partial(plain_step, self, optimizer, *args, **kwargs)
         return hooks.step(self, plain) if hooks.step else plain()
 

@@ -213,11 +213,7 @@ class PyTorchPort:
         *,
         follows_passes: bool = True,
     ) -> Keeper | None:
-        """Keep the parameters in step from now on.
-
-        Without ``follows_passes`` the caller calls ``begin_pass`` and ``end_pass`` of
-        ``self.reducer``.
-        """
+        """Keep the parameters in step, by hooks or by the caller's calls of the reducer."""
         options, group = self.options, self.options.group
         learnt = functools.partial(buffers.compared_of, self.models)
         every, accumulate = options.check_every, options.accumulate
@@ -231,9 +227,8 @@ class PyTorchPort:
                 keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
-            reduction = Reduction(
-                checks, strategy, options.compression, statistics, self._nonfinite()
-            )
+            nonfinite, compression = self._nonfinite(), options.compression
+            reduction = Reduction(checks, strategy, compression, statistics, nonfinite)
             parameters = self.parameters.values()
             layers = modules.sparse_layers(self.model).values()
             sparse = {each.weight for each in layers} & set(parameters)
@@ -290,8 +285,7 @@ def _free_dropped_models(size: int) -> None:
 def _keep_as_long_as(parameters: Iterable[Any], kept: object) -> None:
     """Let an object live as long as any of these parameters, also without the optimizers.
 
-    The reference is in the parameter's dict of hooks, which pickles and copies leave out, and the
-    garbage collector sees.
+    Pickles and copies leave out the dict of hooks, and the garbage collector sees it.
     """
     for p in parameters:
         if p._backward_hooks is None:

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.group import Group, all_ranks
-from hvkit.frameworks.pytorch.collectives.wire import Wire, shaped_like, wire_dtype
+from hvkit.frameworks.pytorch.collectives.wire import Wire, shaped_like, to_vector
 from hvkit.frameworks.pytorch.gradients.reducer import trained_parameters
 from hvkit.runtime import size
 from hvkit.watch.calls import call
@@ -92,9 +92,7 @@ def mean(
     _, dtype, device, needed, _ = facts
     devices = [each.device for each in both if isinstance(each, torch.Tensor)] or [device]
     wide = [
-        each.to(devices[0]).double()
-        if isinstance(each, torch.Tensor)
-        else torch.full(shape, each, dtype=torch.float64, device=devices[0])
+        torch.as_tensor(each, dtype=torch.float64, device=devices[0]).expand(tuple(shape))
         for each, shape in zip(both, shapes, strict=True)
     ]
     numbers = torch.cat([each.reshape(-1) for each in wide])
@@ -157,10 +155,9 @@ class _Gather(torch.autograd.Function):
         flat = torch.cat([each.reshape(-1) for each in gradients])
         local = gradients[ctx.wire.rank]
         start = sum(ctx.sizes[: ctx.wire.rank])
-        sent = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        sent = sent.to(wire_dtype(flat.dtype))
+        sent = to_vector(flat)
         if ctx.weight != 1:
-            sent = sent * ctx.weight
+            sent *= ctx.weight
         with call("the backward pass of hvkit.allgather"):
             total = ctx.wire.sum(sent, f"{ctx.name}.backward")
         width = total.numel() // max(flat.numel(), 1)  # 2 for complex numbers

@@ -51,7 +51,7 @@ class OwnedParameters:
         self._steps = itertools.count(1)
 
     def divide_state(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
-        """From now on; the optimizer keeps the object that does so."""
+        """From now on; the optimizer holds the object that does so."""
         _OwnedState(self, optimizer, hooks)
 
     def owner_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:

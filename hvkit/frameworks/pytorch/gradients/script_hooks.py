@@ -69,8 +69,8 @@ class ScriptHooks:
     def divide(self, whole: Part, part: Part) -> None:
         """Call hooks with full gradients where this rank has a slice of a parameter.
 
-        From the parameter and a gradient, ``whole`` gives the full gradient of a slice, a
-        collective of the ranks with other slices; ``part`` gives this rank's slice of a full one.
+        ``whole`` is a collective that gives the full gradient of a slice, ``part`` this rank's
+        slice.
         """
         self._change.whole, self._change.part = whole, part
 
