@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +42,6 @@ from hvkit.mesh import MeshOptions
 from hvkit.wording import shortened
 
 
-@dataclass(frozen=True)
-class ModelDivision:
-    """How ranks divide a model; the same on every rank."""
-
-    found: DryRun
-    plan: TensorPlan
-    stages: ModuleStages
-
-
 def decide(
     model: nn.Module,
     options: MeshOptions,
@@ -59,7 +50,7 @@ def decide(
     args: Any,
     kwargs: Any,
     same_batch: TorchChannel,
-) -> ModelDivision:
+) -> tuple[DryRun, TensorPlan, ModuleStages]:
     """Decide how to divide a model; a collective of the ranks that compute on the same batch."""
 
     def look(passed_on: Sequence[OutputPath] = ()) -> DryRun:
@@ -89,7 +80,7 @@ def decide(
             f"{options.mesh} divides no layer of {type(model).__name__} along its tensor "
             "axis, so its ranks all compute the same: use the data, shard or pipeline axis",
         )
-    return ModelDivision(found, plan, stages)
+    return found, plan, stages
 
 
 def _on_all_ranks(kept: Sequence[OutputPath], same_batch: TorchChannel) -> list[OutputPath]:

@@ -155,9 +155,8 @@ class InitRecording:
     ) -> None:
         """Make these tensors real, or move them; they stay the same objects, others stay on meta.
 
-        Values are computed on the CPU, and put on the device. Peak memory is about that of the
-        wanted tensors and of the largest one. To share memory afterwards, tensors must be made in
-        one call. Hooks from ``register_hook`` stay, and the generator's state does.
+        Values are computed on the CPU, and put on the device. To share memory afterwards, tensors
+        must be made in one call. Hooks from ``register_hook`` stay, and the generator's state does.
         """
         tensors = list({id(t): t for t in wanted}.values())
         views = [(t, self._view(t)) for t in tensors if t.is_meta]
@@ -199,7 +198,7 @@ class InitRecording:
         return view.on(self._replayed({view.storage})[view.storage])
 
     def finish(self) -> None:
-        """Note the state at the end of the block, to notice later what the script has changed."""
+        """Note what the block has made, to notice later what the script has changed."""
         parameters = (t for t in self.tensors() if isinstance(t, nn.Parameter))
         self._versions = {id(p): version_of(p) for p in parameters}
 

@@ -25,11 +25,11 @@ from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.model_parallel.deferred_init import PendingLoad
 from hvkit.frameworks.pytorch.model_parallel.division import (
-    ModelDivision,
     decide,
     require_one_stage_for_each,
     warn_of_microbatches,
 )
+from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
@@ -199,8 +199,9 @@ class ParallelModel:
         count = options.microbatches if options.mesh.pipeline > 1 else 1
         batches = self._divider(args, kwargs, count)
         first = batches[0]
-        division = decide(model, options, self._device, first, args, kwargs, groups.same_batch)
-        found, plan, stages = division.found, division.plan, division.stages
+        found, plan, stages = decide(
+            model, options, self._device, first, args, kwargs, groups.same_batch
+        )
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             log_division(
                 stages,
@@ -227,7 +228,7 @@ class ParallelModel:
             placements = divide(model, plan, tensor, self._random)
         before = own
         if options.mesh.shard > 1:
-            own = self._shard(own, of_stages, division)
+            own = self._shard(own, of_stages, found, stages)
         slicings = {n: Slicing.of(p, placements.get(n), tensor) for n, p in own.items()}
         self._keep_state(stages, before, own, slicings)
         norms = nn.ModuleList(
@@ -306,12 +307,13 @@ class ParallelModel:
         self,
         own: Mapping[str, nn.Parameter],
         of_stages: Collection[nn.Parameter],
-        division: ModelDivision,
+        found: DryRun,
+        stages: ModuleStages,
     ) -> dict[str, nn.Parameter]:
         axes = self._groups.axes
         mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
-        cuts = [cut.name for cut in division.stages.cuts]
-        called, readers = division.found.calls.keys(), division.found.value_readers
+        cuts = [cut.name for cut in stages.cuts]
+        called, readers = found.calls.keys(), found.value_readers
         after = shard(self._model, own, of_stages, cuts, called, readers, mesh, self._name)
         for optimizer in self._optimizers:
             follow(optimizer, own, after)

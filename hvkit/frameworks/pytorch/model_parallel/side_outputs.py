@@ -219,11 +219,11 @@ class SideOutputs:
             return
         found = _Search(self._model)
         self._complete, new = found.complete, found.entries
+        for name, key in self.paths or ():
+            if name in found.containers:
+                new.setdefault((name, key), _Location(found.containers[name], key))
         if self.paths is not None:
             new = {path: new[path] for path in self.paths if path in new}
-            for name, key in self.paths:
-                if name in found.containers:
-                    new.setdefault((name, key), _Location(found.containers[name], key))
         self._entries = new | self._entries
 
     def _was_there(self, path: OutputPath, entry: _Location) -> bool:
