@@ -60,40 +60,37 @@ class Checkpoint:
     A run that is stopped and resumed on the same number of ranks ends with the same weights as a
     run that was never stopped, bit for bit, if its data comes in the same order. For this, each
     rank's random state is saved: Python's ``random``, NumPy, PyTorch (CPU and this rank's GPU),
-    ``tf.random.get_global_generator()``, Keras's global seed generator and the seed generators of
-    the model's layers. Not saved, because TensorFlow gives no access to it, is the state of
-    ``tf.random.uniform`` and the like, and of ``tf.data`` shuffles, including that of arrays in
-    ``fit`` on TensorFlow. There use ``keras.random``, ``tf.random.stateless_uniform`` and the like,
-    and ``shuffle=False``. Generator objects that a script creates, and random numbers that
-    DataLoader workers draw, are not saved either. A DataLoader or ``PyDataset`` returned by
+    ``tf.random.get_global_generator()``, Keras's global seed generator and those of the model's
+    layers. Not saved are generators that a script creates, what DataLoader workers draw, and, since
+    TensorFlow gives no access to it, the state of ``tf.random.uniform`` and the like and of
+    ``tf.data`` shuffles, including that of arrays in ``fit``: use ``keras.random``,
+    ``tf.random.stateless_uniform`` and ``shuffle=False``. A DataLoader or ``PyDataset`` returned by
     ``hvkit.shard`` can be a part and continues in its own order. So can Keras's
     ``EarlyStopping``, ``ReduceLROnPlateau`` and ``ModelCheckpoint``, which would otherwise start
     counting again in a resumed ``fit``.
 
     With ``strategy=hvkit.LocalSGD(...)`` and the like, a checkpoint also holds the strategy's
-    state, as ``model-strategy.npz``, and for each rank the whole state of every part that differs
+    state, as ``model-strategy.npz``, and for each rank the full state of every part that differs
     from rank 0's. ``model.pt`` or ``model.weights.h5`` then holds the weights that the ranks would
     agree on. On another number of ranks the run continues from those, with a new round.
 
     Learning rates are saved as the script sets them: on another number of ranks, ``lr_scaling``
     multiplies them for the new number. Lengths of a schedule in steps (``T_max``, ``total_steps``,
     ``warmup_steps``) do not change, although an epoch then has another number of steps, so let such
-    schedules count epochs. If more ranks resume than saved, the additional ranks keep the random
-    state that the script gave them.
+    schedules count epochs. Ranks that had not saved keep the random state of the script.
 
     Args:
-        directory: the run's own directory; the first save creates it. If a second run saves in it
-            at the same time, that run gets an error.
-        keep: how many of the newest checkpoints to keep; older ones are deleted. None keeps all.
-            A checkpoint that cannot be deleted (NFS keeps files that someone reads) is deleted by
-            a later save.
-        background: whether ``save`` returns as soon as rank 0 has a copy of the files in memory. A
-            thread then writes them to disk. The next ``save``, ``wait`` and the end of the script
-            wait for that. If a file cannot be written, the next of these calls raises the error.
+        directory: the run's own directory; the first save creates it. A second run that saves in it
+            at the same time gets an error.
+        keep: how many of the newest checkpoints to keep; None keeps all. One that cannot be deleted
+            (NFS keeps files that someone reads) is deleted by a later save.
+        background: whether ``save`` returns as soon as rank 0 has a copy of the files in memory,
+            which a thread then writes to disk. The next ``save``, ``wait`` and the end of the
+            script wait for that. If a file cannot be written, the next of these calls raises that.
         replicas: on how many other hosts to keep a copy of the newest checkpoint in memory, for
-            restarts by ``hvkit run``. A restart loads it from there instead of reading the
-            directory, also if rank 0's host is lost and the directory with it. A host needs memory
-            for two checkpoints. Sending is part of writing: use ``background=True``.
+            restarts by ``hvkit run``, which load it from there, also if rank 0's host is lost and
+            the directory with it. A host needs memory for two checkpoints. Sending is part of
+            writing: use ``background=True``.
         sharded: whether each rank of a mesh writes its own part of the model and the optimizers
             into the directory, which all ranks must see: for models that fit into no rank. Any
             mesh resumes it, and no mesh; ``hvkit join-checkpoint`` makes plain files of it.
@@ -101,9 +98,8 @@ class Checkpoint:
             PyTorch and Keras models and optimizers, modules and optimizers of Flax NNX, a
             ``types.SimpleNamespace`` of pytrees, Keras callbacks that watch a metric, and anything
             with ``state_dict()`` and ``load_state_dict()``: schedulers, a ``GradScaler``,
-            the results of ``hvkit.shard``. For several, pass lists, dicts or more names.
-            Rank 0's state is saved, except for random states and layer statistics, which are saved
-            for every rank.
+            the results of ``hvkit.shard``. For several, pass lists, dicts or more names. Saved is
+            rank 0's state, but random states and layer statistics of every rank.
 
     Raises:
         TypeError: a part is of a kind that cannot be saved, or an argument has the wrong type.

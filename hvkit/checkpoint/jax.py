@@ -50,10 +50,9 @@ _DTYPES = "dtypes"
 class ArraysPart(Part):
     """The arrays and numbers of a module or an optimizer of NNX, or of pytrees in a namespace."""
 
-    def __init__(self, name: str, obj: Any) -> None:
-        super().__init__(name, ".npz", obj)
-        # Whole arrays, which ``save`` writes; only inside ``gathered``.
-        self._whole: Any = None
+    suffix = ".npz"
+    # What ``save`` writes inside ``gathered``.
+    _gathered: Any = None
 
     @property
     def model(self) -> Any:
@@ -65,24 +64,22 @@ class ArraysPart(Part):
         return vars(thing) if isinstance(thing, SimpleNamespace) else tree_of(thing)
 
     def _named(self, tree: Any) -> Iterator[tuple[str, Any]]:
-        """The leaves of a tree of this object, with their names."""
         return named_leaves(tree, in_variables=is_nnx(self.object))
 
     def _leaves(self, tree: Any) -> Iterator[tuple[str, Any]]:
-        """The leaves that a checkpoint saves."""
         return (each for each in self._named(tree) if _holds(each[1]))
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        self._whole = gathered(self._tree())
+        self._gathered = gathered(self._tree())
         try:
             yield
         finally:
-            self._whole = None
+            self._gathered = None
 
     def save(self, path: Path) -> None:
         values: dict[str, np.ndarray[Any, Any]] = {}
-        for name, leaf in self._named(self._tree() if self._whole is None else self._whole):
+        for name, leaf in self._named(self._tree() if self._gathered is None else self._gathered):
             if isinstance(leaf, str | bytes):  # a run would lose it
                 raise TypeError(
                     f"{self.name} holds arrays and numbers, but {name} is {leaf!r}: pass text to "
@@ -136,7 +133,6 @@ class ArraysPart(Part):
         self._set({name: value for name, value in values.items() if name not in seeds})
 
     def _set(self, values: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Set some leaves, by name; ValueError if a shape differs."""
         tree = self._tree()
         leaves = [
             _loaded(name, leaf, values[name]) if name in values else leaf

@@ -66,8 +66,7 @@ class _VariablesPart(Part):
 class ModelPart(_VariablesPart):
     """A model, in a file for ``model.load_weights``."""
 
-    def __init__(self, name: str, model: Any) -> None:
-        super().__init__(name, ".weights.h5", model)
+    suffix = ".weights.h5"
 
     @property
     def model(self) -> Any:
@@ -152,8 +151,10 @@ def _without_optimizer(model: Any) -> Iterator[None]:
 class OptimizerPart(_VariablesPart):
     """An optimizer, which may update weights of ``models``: its variables, in their order."""
 
+    suffix = ".npz"
+
     def __init__(self, name: str, optimizer: Any, models: Sequence[Any]) -> None:
-        super().__init__(name, ".npz", optimizer)
+        super().__init__(name, optimizer)
         self.optimizer = optimizer
         self._models = models
 
@@ -243,8 +244,10 @@ class OptimizerPart(_VariablesPart):
 class CallbackPart(Part):
     """The counters of a callback that watches a metric; ``fit`` resets them when it begins."""
 
+    suffix = ".npz"
+
     def __init__(self, name: str, callback: Any) -> None:
-        super().__init__(name, ".npz", callback)
+        super().__init__(name, callback)
         for kind, counters in _COUNTERS.items():
             if isinstance(callback, kind):
                 self._kind, self._counters = kind.__name__, counters
@@ -286,16 +289,11 @@ class CallbackPart(Part):
                 state["best_weights"] = [
                     _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
-        _set(self.object, state)
+        vars(self.object).update(state)
         _set_after(self.object, "on_train_begin", state)  # with which ``fit`` resets it
         if "best" in state and getattr(self.object, "monitor_op", self) is None:
             # EarlyStopping of Keras before 3.7 resets this at the end of its first epoch.
             _set_after(self.object, "_set_monitor_op", {"best": state["best"]})
-
-
-def _set(callback: Any, state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(callback, name, value)
 
 
 def _set_after(callback: Any, method: str, state: Mapping[str, Any]) -> None:
@@ -305,7 +303,7 @@ def _set_after(callback: Any, method: str, state: Mapping[str, Any]) -> None:
     def reset_and_set(*args: Any, **kwargs: Any) -> None:
         setattr(callback, method, reset)
         reset(*args, **kwargs)
-        _set(callback, state)
+        vars(callback).update(state)
 
     setattr(callback, method, reset_and_set)
 
@@ -320,7 +318,6 @@ def _shapes_of(variables: Sequence[Any]) -> list[list[int]]:
 
 
 def _require_shapes(what: str, saved: list[list[int]], shapes: list[list[int]]) -> None:
-    """Raise ValueError unless the shapes are equal; names the first difference."""
     for i, (in_file, here) in enumerate(zip(saved, shapes, strict=False)):
         if in_file != here:
             raise ValueError(f"{what}[{i}] has shape {in_file} in the file and {here} here")

@@ -95,7 +95,6 @@ def _folders_to_search(directory: Path, replicas: Replicas) -> Iterator[tuple[Pa
 def _search(
     folder: Path, offers: list[FoundCheckpoint], skipped: list[_Skipped], *, in_memory: bool
 ) -> None:
-    """Add the checkpoints of a folder that this rank can read, and what it cannot read."""
     rank, host, run = runtime.rank(), socket.gethostname(), run_name()
     in_directory_of_0 = rank == 0 and not in_memory
 

@@ -104,8 +104,7 @@ def _has_state(thing: Any) -> bool:
 class JsonPart(Part):
     """An object with ``state_dict()`` and ``load_state_dict()``, next to a Keras model."""
 
-    def __init__(self, name: str, thing: Any) -> None:
-        super().__init__(name, ".json", thing)
+    suffix = ".json"
 
     def save(self, path: Path) -> None:
         state = self.object.state_dict()
@@ -137,10 +136,11 @@ class MonitorPart(JsonPart):
 class StrategyPart(Part):
     """The state that a strategy and a compression keep for a model, in a plain ``.npz`` file."""
 
+    suffix = ".npz"
     optional = True
 
-    def __init__(self, model: str, keeper: Keeper, sharded: ShardedKeeper | None = None) -> None:
-        super().__init__(f"{model}-strategy", ".npz", keeper)
+    def __init__(self, model: str, keeper: Keeper, sharded: ShardedKeeper | None) -> None:
+        super().__init__(f"{model}-strategy", keeper)
         self.keeper = keeper
         self._sharded = sharded
         self._identity = {name: repr(getattr(keeper, name)) for name in ("strategy", "compression")}
@@ -191,7 +191,6 @@ class StrategyPart(Part):
             self.keeper.load_state(saved.plain(), in_round=self.in_round)
 
     def _begins_with(self, facts: Mapping[str, Any]) -> bool:
-        """Whether to load what was saved; if not, begin anew."""
         if not facts.items() >= self._identity.items():
             self.start_over(f"saved with {facts['strategy']}, compression {facts['compression']}")
             return False

@@ -39,9 +39,11 @@ _NUMBERS = f"{SEED}numbers-"
 class TorchPart(Part):
     """An object whose state ``torch.load`` reads with ``weights_only=True``."""
 
+    suffix = ".pt"
+
     def __init__(self, name: str, obj: Any) -> None:
         # A model wrapped by torch.compile saves the plain model's names, so that it can load them.
-        super().__init__(name, ".pt", getattr(obj, "_orig_mod", obj))
+        super().__init__(name, getattr(obj, "_orig_mod", obj))
 
     @property
     def model(self) -> Any:
@@ -160,7 +162,6 @@ class TorchPart(Part):
 
     @property
     def _in_mesh(self) -> bool:
-        """Whether each rank holds a part of the model, or of the optimizer's state."""
         if self.model is not None:
             return any(map(is_in_mesh, self.model.parameters()))
         groups = self.object.param_groups if isinstance(self.object, Optimizer) else []

@@ -171,7 +171,6 @@ def _log_fewer(wanted: int, others: int, *, restarts: bool) -> None:
 
 
 def _receive_from_rank_0(endpoint: channel.Endpoint, folder: Path) -> None:
-    """Keep what rank 0 sends, until it ends; on a holder."""
     _delete_abandoned(folder.parent)
     while (connection := channel.connect(endpoint, runtime.rank(), _PATIENCE)) is None:
         time.sleep(_AGAIN)

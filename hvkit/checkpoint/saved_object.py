@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,14 +48,15 @@ _EPOCH = "epoch-"
 
 
 class Part(ABC):
-    """One object, ``obj``, which a checkpoint saves into the file ``name + suffix``."""
+    """One object, which a checkpoint saves into one file."""
 
+    suffix: ClassVar[str]
     optional = False
     """Whether a checkpoint without it can be loaded."""
 
-    def __init__(self, name: str, suffix: str, obj: Any) -> None:
+    def __init__(self, name: str, obj: Any) -> None:
         self.name = name
-        self.file = f"{name}{suffix}"
+        self.file = f"{name}{self.suffix}"
         self.object = obj
         self.is_local = False
         """Whether the ranks have local weights in a round, so that their objects differ."""

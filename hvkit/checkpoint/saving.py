@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +98,6 @@ class Writer:
             share(call, problem, None)
 
     def _write(self, manifest: Manifest, parts: Sequence[Part], states: Iterable[Arrays]) -> None:
-        """Write a checkpoint's folder, or start to."""
-
         def fill(folder: Path) -> Manifest:
             facts = {}
             for part in parts:
@@ -231,27 +228,21 @@ def _seal(folder: Path, manifest: Manifest) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """The versions of Python, hvkit and the libraries that are in use."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("hvkit", "numpy", "torch", "tensorflow", "keras"):
-        if package in sys.modules:
-            version = getattr(sys.modules[package], "__version__", None)
-            found[package] = str(version or metadata.version(package))
-    return found
+    libraries = ("hvkit", "numpy", "torch", "tensorflow", "keras")
+    in_use = {name: sys.modules[name] for name in libraries if name in sys.modules}
+    found = {name: str(getattr(module, "__version__", "")) for name, module in in_use.items()}
+    return {"python": sys.version.split()[0], **found}
 
 
 def states_file(rank: int) -> str:
-    """The name of one rank's file of states in a sharded checkpoint."""
     return f"ranks-{rank:05}.npz"
 
 
 def is_sharded(manifest: Manifest) -> bool:
-    """Whether each rank has written its own part."""
     return states_file(0) in manifest.files
 
 
 def _write_shards(folder: Path, parts: Sequence[Part], local: Arrays) -> _Written:
-    """Write this rank's files, and flush them."""
     rank = runtime.rank()
     shards: dict[str, str] = {}
     files = [states_file(rank)]
@@ -289,7 +280,6 @@ def _complete(
 
 
 def _wait_for(path: Path, what: str) -> None:
-    """Wait until this rank sees a file or a folder; FileNotFoundError after a while."""
     until = time.monotonic() + _PATIENCE
     while not path.exists():
         if time.monotonic() > until:
@@ -339,7 +329,6 @@ def _states_of_all(folder: Path, size: int) -> Iterator[Arrays]:
 
 
 def _join_shards(files: list[Path], path: Path) -> None:
-    """Write the plain file of a part of which each rank has written a shard."""
     import torch
 
     from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState

@@ -179,12 +179,10 @@ def flushed(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def name_of(step: int) -> str:
-    """The name of a step's folder."""
     return f"step-{step:09d}"
 
 
 def is_name(name: str) -> bool:
-    """Whether ``name_of`` makes this name of a folder."""
     return _CHECKPOINT.fullmatch(name) is not None and not name.endswith(_OLD)
 
 
@@ -305,7 +303,6 @@ def readable(
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -349,7 +346,6 @@ def _lock(directory: Path) -> None:
 
 
 def _finish_replacing(old: Path) -> None:
-    """Of two checkpoints of a step, left by a kill, keep the new one if it is complete."""
     new = old.with_name(old.name.removesuffix(_OLD))
     try:
         verify(new, read(new))

@@ -29,8 +29,6 @@ def shard_arrays(data: Any, split: Split, seed: int | None = None) -> tuple[Any,
     if split.size == 1:
         return data, facts
     positions = split.of(length)
-    if isinstance(positions, slice):
-        return map_arrays(lambda array: array[positions], data), facts
     return map_arrays(lambda array: _take(array, positions), data), facts
 
 
@@ -66,7 +64,6 @@ def digest_of_rows(data: Any) -> str:
 
 
 def map_arrays(function: Callable[[Any], Any], data: Any) -> Any:
-    """``data`` with every array replaced by ``function`` of it."""
     if isinstance(data, Mapping):
         return {key: map_arrays(function, each) for key, each in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -110,8 +107,8 @@ def _is_of_jax(value: Any) -> bool:
     return isinstance(value, kind) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def _take(array: Any, positions: Positions) -> Any:
-    if _is_tensor(array, "tensorflow"):  # its tensors take no index of several rows
+def _take(array: Any, positions: slice | Positions) -> Any:
+    if not isinstance(positions, slice) and _is_tensor(array, "tensorflow"):
         return sys.modules["tensorflow"].gather(array, positions)
     return array[positions]
 
@@ -127,32 +124,17 @@ def shard_grain(data: Any, split: Split, seed: int | None) -> tuple[Any, list[st
     """
     import grain
 
-    if isinstance(data, grain.DataLoader):
-        raise TypeError(
-            "data is a grain.DataLoader, whose sampler chooses its elements: pass the sampler "
-            "shard_options=grain.sharding.ShardOptions(hvkit.rank(), hvkit.size(), "
-            "drop_remainder=True) instead"
-        )
-    if not isinstance(data, grain.MapDataset):
-        raise TypeError(
-            "data is a grain.IterDataset, whose elements have no numbers: call hvkit.shard with "
-            "the MapDataset, before .to_iter_dataset()"
-        )
     length = len(data)
     facts = [f"a MapDataset of {length} elements"]
     if split.size == 1 or not length:
         return data, facts
-    facts.append(f"elements of sha256 {_digest(data, length)}")
+    digest = hashlib.sha256()
+    for number in sorted({n * (length - 1) // (_COMPARED - 1) for n in range(_COMPARED)}):
+        digest.update(pickle.dumps(data[number]))
+    facts.append(f"elements of sha256 {digest.hexdigest()}")
     missing = -length % split.size
     # One that repeats without end has the length of the largest integer.
     if missing and not split.exact and length < sys.maxsize:
         repeated = data[:missing] if missing <= length else data.repeat(missing)[:missing]
         data = grain.MapDataset.concatenate([data, repeated])
     return data[split.rank :: split.size], facts
-
-
-def _digest(data: Any, length: int) -> str:
-    digest = hashlib.sha256()
-    for number in sorted({n * (length - 1) // (_COMPARED - 1) for n in range(_COMPARED)}):
-        digest.update(pickle.dumps(data[number]))
-    return digest.hexdigest()

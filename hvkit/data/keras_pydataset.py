@@ -41,7 +41,6 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """The number of this rank's batches; None if the original is infinite."""
         total: int | None = self._inner.num_batches
         if total is None or self._split.size == 1:
             return total

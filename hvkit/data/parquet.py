@@ -115,7 +115,6 @@ class ParquetRows(WithPosition):
             )
 
     def _epoch(self, iteration: object, size: int, names: list[str] | None) -> Iterator[Columns]:
-        """The batches of the rest of this epoch."""
         epoch = self._position.epoch
         numbers = None if self._seed is None else np.random.default_rng([self._seed, epoch])
         parts = len(self._parts)
@@ -166,7 +165,6 @@ class ParquetBatches:
 
 
 def _row_groups(dataset: Any) -> Iterator[_Rows]:
-    """All row groups of the files, in order."""
     try:
         fragments = iter(dataset.get_fragments())
     except ValueError as problem:
@@ -211,7 +209,6 @@ def _cut(groups: Sequence[_Rows], start: int, stop: int, total: int) -> Iterator
 
 
 def _checked(columns: Sequence[str] | None, schema: Any) -> list[str] | None:
-    """The names of columns; TypeError or ValueError if they are none."""
     if columns is None:
         return None
     if isinstance(columns, str) or not all(isinstance(each, str) for each in columns):

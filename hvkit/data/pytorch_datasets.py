@@ -21,7 +21,6 @@ from hvkit.random_states import FixedRandomness
 
 
 def shard_dataset(dataset: Dataset[Any], split: Split, seed: int | None) -> tuple[Any, list[str]]:
-    """This rank's samples of a Dataset, and the facts that must be equal on all ranks."""
     if isinstance(dataset, IterableDataset):
         if split.size == 1 and seed is None:
             return dataset, ["IterableDataset"]
@@ -37,21 +36,21 @@ def shard_dataset(dataset: Dataset[Any], split: Split, seed: int | None) -> tupl
     return DatasetPart(dataset, split), facts
 
 
-class InWhole(int):
+class IndexInFull(int):
     """An index in the whole dataset; a plain int is an index in this rank's part."""
 
     __slots__ = ()
 
 
-class KeyInWhole(NamedTuple):
+class KeyInFull(NamedTuple):
     """A sampler's key that is not a plain int, for the whole dataset."""
 
     key: Any
 
 
-def in_whole(key: Any) -> InWhole | KeyInWhole:
+def in_full(key: Any) -> IndexInFull | KeyInFull:
     """Mark a sampler's index as an index in the whole dataset, for ``DatasetPart``."""
-    return InWhole(key) if type(key) is int else KeyInWhole(key)
+    return IndexInFull(key) if type(key) is int else KeyInFull(key)
 
 
 class _AttributesOf:
@@ -79,7 +78,7 @@ class DatasetPart(_AttributesOf, Subset[Any]):
 
     ``part[i]`` and ``len(part)`` refer to the part, so a script that divides by the length,
     splits or shuffles it works on this rank's samples. The samplers of a sharded loader return
-    indices in the whole dataset, marked by ``in_whole``. The dataset has all other attributes.
+    indices in the whole dataset, marked by ``in_full``. The dataset has all other attributes.
     """
 
     _own = ("dataset", "_split", "_known")
@@ -112,9 +111,9 @@ class DatasetPart(_AttributesOf, Subset[Any]):
         return [self.dataset[key] for key in keys]
 
     def _key(self, key: Any) -> Any:
-        if type(key) is InWhole:
+        if type(key) is IndexInFull:
             return int(key)
-        return key.key if type(key) is KeyInWhole else self.indices[key]
+        return key.key if type(key) is KeyInFull else self.indices[key]
 
 
 def contents(dataset: Any) -> list[str]:
@@ -151,7 +150,6 @@ class StreamShard(_AttributesOf, IterableDataset[Any]):
 
     @property
     def exact(self) -> bool:
-        """Whether it is for evaluation."""
         return self._split.exact
 
     def __iter__(self) -> Iterator[Any]:

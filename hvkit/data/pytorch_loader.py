@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 from hvkit import runtime
 from hvkit.data.pytorch_datasets import DatasetPart, StreamShard, contents
 from hvkit.data.rank_samples import Position, Queue, Split, WithPosition, seed_from
-from hvkit.data.sampler_properties import drawn_workers_seed, length_of, whole_order
+from hvkit.data.sampler_properties import drawn_workers_seed, full_order, length_of
 from hvkit.data.samplers import RankSampler, SampledEpoch
 from hvkit.errors import LaunchError
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
@@ -74,7 +74,7 @@ class _LoaderLike(DataLoader[Any]):
             "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context "
             "prefetch_factor persistent_workers pin_memory_device in_order"
         )
-        kept = {name: getattr(loader, name) for name in names.split() if hasattr(loader, name)}
+        kept = {name: getattr(loader, name) for name in names.split()}
         if self._adapter:
             kept["multiprocessing_context"] = "forkserver"
         super().__init__(dataset, **kept, **options)
@@ -197,14 +197,13 @@ class DynamicLoader(WithPosition, _LoaderLike):
             yield [int(row) for row in rows[number * batch : (number + 1) * batch]]
 
     def _rows(self) -> Sequence[int]:
-        """The rest of the epoch's order."""
         position = self._position
         begun: Any = seed_from(self._seed, position.epoch)
         if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             begun = from_text(position.random)
         own = getattr(self._source, "generator", None)
         with FixedRandomness(begun, Generators([own] if own else [])):
-            order = whole_order(self._source)
+            order = full_order(self._source)
             return (list(self._source) if order is None else order)[position.samples :]
 
     def __iter__(self) -> Any:
@@ -238,8 +237,6 @@ class DynamicLoader(WithPosition, _LoaderLike):
 
 
 class _TakenBatches(Sampler[list[Any]]):
-    """A batch sampler: the batches that this rank takes."""
-
     def __init__(self, loader: DynamicLoader) -> None:
         self._loader = loader
 

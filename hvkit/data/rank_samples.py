@@ -90,7 +90,6 @@ class Position:
             self.samples += samples
 
     def end(self, iteration: object) -> None:
-        """Count the epoch as done."""
         if iteration is self._iteration:
             self._next_epoch()
             self._iteration = None

@@ -105,7 +105,7 @@ def draws_at_end(source: Any) -> bool:
     return type(source) is RandomSampler and source.generator is not None
 
 
-def whole_order(source: Any, *, original: bool = False) -> Any:
+def full_order(source: Any, *, original: bool = False) -> Any:
     """The order of an epoch, from PyTorch's samplers of each sample once; None for other samplers.
 
     A range, or an int64 array of shape (n,); with ``original`` in the order of the dataset. It

@@ -19,18 +19,18 @@ import torch
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 
 from hvkit.communication.collectives import from_rank, gather, raise_together, require_equal
-from hvkit.data.pytorch_datasets import in_whole
+from hvkit.data.pytorch_datasets import in_full
 from hvkit.data.rank_samples import Position, Split, seed_from
 from hvkit.data.sampler_properties import (
     drawn_workers_seed,
     draws_at_end,
     draws_at_once,
+    full_order,
     length_of,
     loader_batching,
     needs_comparison,
     only_reads_a_list,
     reads_each_once,
-    whole_order,
 )
 from hvkit.random_states import (
     FixedRandomness,
@@ -75,6 +75,7 @@ class RankSampler(Sampler[Any]):
 
     def __init__(self, loader: DataLoader[Any], split: Split, seed: int | None) -> None:
         self._batching, self._split, self._seed = loader_batching(loader), split, seed
+        self.batched = self._batching.batched
         batches = loader.batch_sampler if loader.batch_size is None else None
         of_user: Any = loader.sampler if batches is None else batches
         several = (of_user, self._batching.source, getattr(of_user, "sampler", None))
@@ -95,11 +96,6 @@ class RankSampler(Sampler[Any]):
         self.of_part = False
         """Whether the loader's dataset is a ``DatasetPart``."""
         self._of_user = of_user  # at the end: from here on it gets what is set
-
-    @property
-    def batched(self) -> bool:
-        """Whether it returns lists of indices."""
-        return self._batching.batched
 
     @property
     def draws_workers_seed(self) -> bool:
@@ -142,7 +138,6 @@ class RankSampler(Sampler[Any]):
         return FixedRandomness(states, self._generators)
 
     def _read_first_step(self, epoch: SampledEpoch) -> None:
-        """Read the first step, and compare it with the other ranks'."""
         problem: Exception | None = None
         keys, first = iter(()), []
         try:
@@ -220,7 +215,7 @@ class RankSampler(Sampler[Any]):
             yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
 
     def _mark(self, key: Any) -> Any:
-        return [in_whole(index) for index in key] if self.batched else in_whole(key)
+        return [in_full(index) for index in key] if self.batched else in_full(key)
 
     def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
         """The indices, or lists of them, that this rank reads after the samples that are done."""
@@ -257,7 +252,7 @@ class RankSampler(Sampler[Any]):
         order = None
         if not self.as_without_hvkit:
             with epoch.randomness:
-                order = whole_order(self._batching.source, original=self._split.exact)
+                order = full_order(self._batching.source, original=self._split.exact)
         steps: Iterator[Sequence[Any]]
         if order is not None:
             steps = (order[start : start + group] for start in range(done, len(order), group))
@@ -268,7 +263,7 @@ class RankSampler(Sampler[Any]):
                 yield step
         if order is not None and draws_at_end(self._batching.source):
             with epoch.randomness:
-                whole_order(self._batching.source)
+                full_order(self._batching.source)
 
     def _drawn(
         self, epoch: SampledEpoch, source: Iterator[Any] | None, done: int, group: int
@@ -301,10 +296,7 @@ class RankSampler(Sampler[Any]):
                 return list(step[split.rank : split.rank + 1])
             return [step[split.rank % length]]
         positions = split.of(length)
-        if isinstance(positions, slice):
-            part = step[positions]
-        else:
-            part = [step[position] for position in positions]
+        part = step[positions] if isinstance(positions, slice) else [step[p] for p in positions]
         own = np.asarray(part).tolist() if isinstance(step, np.ndarray) else list(part)
         return [own] if self.batched and own else own
 
@@ -366,7 +358,6 @@ class RankSampler(Sampler[Any]):
 
 
 def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:
-    """The batches, without their first ``done`` samples."""
     for batch in batches:
         if done < len(batch) or not done:
             yield batch[done:] if done else batch

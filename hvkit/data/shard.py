@@ -33,10 +33,7 @@ _SHARDED = (
     (*_PIPELINE, "tfdata:shard_tfdata"),
     ("keras", "utils.PyDataset", "keras_pydataset:shard_pydataset"),
     ("pyarrow.dataset", "Dataset", "parquet:shard_parquet"),
-    *(
-        ("grain", name, "arrays:shard_grain")
-        for name in ("MapDataset", "IterDataset", "DataLoader")
-    ),
+    ("grain", "MapDataset", "arrays:shard_grain"),
 )
 _DYNAMIC = (
     ("torch", "utils.data.DataLoader", "pytorch_loader:dynamic_loader"),

@@ -28,7 +28,7 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.communication.collectives import gather
 from hvkit.data.rank_samples import Queue, Split
-from hvkit.data.tfdata_batches import Batching, batching_of, stackable, whole
+from hvkit.data.tfdata_batches import Batching, as_element, batching_of, stackable, static
 
 # Marks a rank's part, so that ``save`` does not write it over other ranks' parts.
 _PART = "_hvkit_part"
@@ -130,16 +130,17 @@ def _elements_of_unknown(data: tf.data.Dataset, split: Split) -> tf.data.Dataset
     if stackable(data.element_spec):
 
         def row(*stack: Any) -> Any:
-            element = whole(stack, data.element_spec)
+            element = as_element(stack, data.element_spec)
             rows = tf.shape(tf.nest.flatten(element)[0])[0]
             return tf.nest.map_structure(lambda each: each[split.rank % rows], element)
 
         return data.batch(split.size).map(row)
-    return data.window(split.size).flat_map(
-        lambda *window: (
-            tf.data.Dataset.zip(whole(window, data.element_spec)).repeat().skip(split.rank).take(1)
-        )
-    )
+
+    def one_of(*window: Any) -> tf.data.Dataset:
+        elements = tf.data.Dataset.zip(as_element(window, data.element_spec))
+        return elements.repeat().skip(split.rank).take(1)
+
+    return data.window(split.size).flat_map(one_of)
 
 
 def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.data.Dataset:
@@ -147,7 +148,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
     group, drop = batching.size * split.size, batching.drop_remainder and not split.exact
 
     def own(*batch: Any) -> Any:
-        element = whole(batch, data.element_spec)
+        element = as_element(batch, data.element_spec)
         rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
         last = rows if split.exact else (rows + split.size - 1) // split.size * split.size
         last = tf.maximum(last, split.rank)
@@ -155,7 +156,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
         return tf.nest.map_structure(lambda each: tf.gather(each, positions), element)
 
     def full(*batch: Any) -> Any:
-        element = whole(batch, data.element_spec)
+        element = as_element(batch, data.element_spec)
         return tf.nest.map_structure(lambda each: each[split.rank :: split.size], element)
 
     part = data.rebatch(group, drop_remainder=drop).map(full if drop else own)
@@ -178,7 +179,7 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
         samples = samples.take(batching.samples // group * group)
     elif drop:
         samples = samples.window(group, drop_remainder=True).flat_map(
-            lambda *window: tf.data.Dataset.zip(whole(window, data.element_spec))
+            lambda *window: tf.data.Dataset.zip(as_element(window, data.element_spec))
         )
     own = samples.shard(split.size, split.rank) if drop else _elements(samples, split)
     part = batching.again(own, drop_remainder=drop)
@@ -199,7 +200,6 @@ def _counted(
 
 
 def _refuse_unordered(data: tf.data.Dataset) -> None:
-    """Raise ValueError if the order of a pipeline would differ between ranks."""
     for step in _steps_of(data):
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(
@@ -215,7 +215,6 @@ def _refuse_unordered(data: tf.data.Dataset) -> None:
 
 
 def _seeds_of(data: tf.data.Dataset) -> list[tuple[int, int]]:
-    """The seeds of all random steps; (0, 0) for a step without seed."""
     found = [
         (int(step._seed), int(step._seed2))
         for step in _steps_of(data)
@@ -248,9 +247,8 @@ def _steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def _refuse_common_caches(data: tf.data.Dataset) -> None:
-    """Raise ValueError if every rank would write the same cache at once."""
     for step in _steps_of(data):
-        name = _static(step._filename) if type(step).__name__ == "CacheDataset" else None
+        name = _text(step._filename) if type(step).__name__ == "CacheDataset" else None
         if name and not name.endswith(_of_rank()) and not tf.io.gfile.exists(f"{name}.index"):
             raise ValueError(
                 f"the pipeline has cache({name!r}) before hvkit.shard, so all ranks would write "
@@ -266,7 +264,7 @@ def give_ranks_files_of_their_own() -> None:
 
     @functools.wraps(cache)
     def cache_of_rank(self: Any, filename: Any = "", name: Any = None) -> Any:
-        if _static(filename) != "":  # without a name, the cache is in memory
+        if _text(filename) != "":  # without a name, the cache is in memory
             filename = tf.strings.join([filename, _of_rank()])
         return cache(self, filename, name)
 
@@ -298,7 +296,6 @@ def _follows_a_part(data: tf.data.Dataset) -> bool:
     return any(hasattr(step, _PART) for step in _steps_of(data))
 
 
-def _static(filename: Any) -> str | None:
-    """The name of a file as text; None if it is known only when the pipeline runs."""
-    value = tf.get_static_value(filename) if tf.is_tensor(filename) else filename
+def _text(filename: Any) -> str | None:
+    value = static(filename)
     return value.decode() if isinstance(value, bytes) else value

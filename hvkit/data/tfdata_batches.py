@@ -46,8 +46,6 @@ _BATCH = {
 
 @dataclass(frozen=True)
 class Batching:
-    """How a pipeline batched its elements."""
-
     size: int
     drop_remainder: bool
     samples: int | None
@@ -58,12 +56,10 @@ class Batching:
 
     @property
     def unpadded(self) -> bool:
-        """Whether all samples are dense and have one shape."""
         dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(self.spec))
         return dense and self.padding is None
 
     def again(self, samples: tf.data.Dataset, *, drop_remainder: bool) -> tf.data.Dataset:
-        """Batch samples as the pipeline did."""
         if self.padding is not None:
             return samples.padded_batch(
                 self.size, padding_values=self.padding, drop_remainder=drop_remainder
@@ -74,7 +70,7 @@ class Batching:
         ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
 
         def as_before(*batch: Any) -> Any:
-            return tf.nest.map_structure(_like, self.spec, whole(batch, self.spec))
+            return tf.nest.map_structure(_like, self.spec, as_element(batch, self.spec))
 
         return ragged.map(as_before)
 
@@ -94,7 +90,7 @@ def batching_of(data: tf.data.Dataset) -> Batching | None:
             f"the pipeline has batches of different sizes ({found}), which cannot be divided into "
             "equal parts: pass the dataset to hvkit.shard before batching it"
         )
-    drop = any(_flag(step) for step in steps)
+    drop = any(static(getattr(step, "_drop_remainder", False)) for step in steps)
     return Batching(
         size=size,
         drop_remainder=drop,
@@ -122,14 +118,13 @@ def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
 
 
 def _size(step: Any) -> int | None:
-    size = getattr(step, "_batch_size", getattr(step, "_batch_sizes", None))
-    value = tf.get_static_value(size) if tf.is_tensor(size) else size
+    value = static(getattr(step, "_batch_size", getattr(step, "_batch_sizes", None)))
     return int(value) if value is not None and not getattr(value, "shape", ()) else None
 
 
-def _flag(step: Any) -> bool:
-    value = getattr(step, "_drop_remainder", False)
-    return bool(tf.get_static_value(value)) if tf.is_tensor(value) else bool(value)
+def static(value: Any) -> Any:
+    """The value of an argument of a step; None if it is known only when the pipeline runs."""
+    return tf.get_static_value(value) if tf.is_tensor(value) else value
 
 
 def _samples(data: Any, drop: bool) -> int | None:
@@ -159,7 +154,7 @@ def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
     return padded[0]._padding_values
 
 
-def whole(arguments: tuple[Any, ...], spec: Any) -> Any:
+def as_element(arguments: tuple[Any, ...], spec: Any) -> Any:
     """The arguments of a function in ``map``, as the element they came from."""
     return tf.nest.pack_sequence_as(spec, tf.nest.flatten(arguments))
 

@@ -28,7 +28,6 @@ def is_nnx(thing: object) -> bool:
 
 
 def is_keras(thing: object) -> bool:
-    """Whether this is a model or an optimizer of Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer)
 
@@ -158,7 +157,6 @@ def _as_key(leaf: Any, array: jax.Array) -> jax.Array:
 
 
 def shape_in_host(leaf: Any) -> tuple[int, ...]:
-    """The shape of the array that ``to_host`` returns."""
     return tuple(jax.random.key_data(leaf).shape if is_key(leaf) else leaf.shape)
 
 

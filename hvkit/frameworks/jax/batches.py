@@ -75,7 +75,6 @@ def _warn_without_batches() -> None:
 
 
 def expect(check_every: int | None, models: Sequence[Any]) -> None:
-    """From now on, compare the weights of these models at some of the batches."""
     if models:
         _checks.append(WeightChecks(check_every, models))
 
@@ -202,7 +201,6 @@ def _disagreement(text: str) -> Exception:
 
 
 def are_in_parts(counts: Sequence[int]) -> bool:
-    """Whether each rank has only its part of the rows of a batch, not all rows."""
     return len(set(counts)) == 1 and counts[0] % shardings.device_mesh().shape[shardings.LOCAL] == 0
 
 
@@ -239,7 +237,6 @@ def _require_rows(arrays: Sequence[NDArray[Any]]) -> None:
 
 
 def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[int]:
-    """The number of rows of each part of the batch; a collective."""
     global _batches
     n = _batches
     _batches += 1
@@ -332,26 +329,27 @@ def require_same_weights(
     """
     named = [_named_weights(model) for model in models]
     # Ranks may collect garbage at different times, and one may have another array.
-    divided = any(not is_replicated(leaf) for weights in named for _, leaf in weights)
-    sent = ([bool(weights) for weights in named], list(changed) or [True] * len(models), divided)
-    have, may_differ, are_divided = zip(*gather(call, sent), strict=True)
+    sent = [
+        (bool(weights), may_differ, any(not is_replicated(leaf) for _, leaf in weights))
+        for weights, may_differ in zip(named, changed or [True] * len(models), strict=True)
+    ]
+    by_rank = gather(call, sent)
+    divided = any(is_divided for of_rank in by_rank for *_, is_divided in of_rank)
     compared: list[tuple[str, Any]] = []
-    for model, weights, haves, flags in zip(
-        models, named, zip(*have, strict=True), zip(*may_differ, strict=True), strict=True
-    ):
-        if not all(haves) or not any(flags):
+    for model, weights, of_ranks in zip(models, named, zip(*by_rank, strict=True), strict=True):
+        changers = [rank for rank, (_, may_differ, _) in enumerate(of_ranks) if may_differ]
+        if not all(has_weights for has_weights, *_ in of_ranks) or not changers:
             continue
-        if any(are_divided) and not all(flags):  # no other rank has the same part
-            of = ranks_text([rank for rank, has_changed in enumerate(flags) if has_changed])
+        if divided and len(changers) < len(of_ranks):  # no other rank has the same part
             raise _disagreement(
-                f"{of} alone changed weights of {type(model).__name__}, of which each rank holds a "
-                "part: load or change weights before hvkit.distribute, on every rank, or with "
-                "hvkit.Checkpoint"
+                f"{ranks_text(changers)} alone changed weights of {type(model).__name__}, of which "
+                "each rank holds a part: load or change weights before hvkit.distribute, on every "
+                "rank, or with hvkit.Checkpoint"
             )
         compared += [each for each in weights if is_array(each[1])]
     if not compared:
         return
-    for full in (True, False) if any(are_divided) else (True,):
+    for full in (True, False) if divided else (True,):
         leaves = [each for each in compared if is_replicated(each[1]) is full]
         require_same(
             call,

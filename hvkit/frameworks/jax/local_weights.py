@@ -64,7 +64,6 @@ class NnxWeights(Weights):
         return id(weight) in self._number
 
     def numbers(self, variables: Iterable[Any]) -> set[int]:
-        """The numbers of those variables that are weights."""
         return {self._number[id(v)] for v in variables if v in self}
 
     def label(self, i: int) -> str:
@@ -231,7 +230,6 @@ class CountedOptimizer:
             self._after()
 
     def forget_steps(self) -> None:
-        """Count from what the optimizer says now."""
         if (optimizer := self._optimizer()) is not None:
             self._seen = int(optimizer.step.get_value())
 
@@ -253,7 +251,6 @@ _keepers: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
-    """Let ranks train a module for rounds of steps, and agree on its weights."""
     variables = variables_of(model)
     weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]

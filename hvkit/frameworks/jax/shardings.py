@@ -50,12 +50,10 @@ def set_mesh(mesh: rank_mesh.Mesh) -> None:
 
 
 def position() -> rank_mesh.MeshPosition:
-    """This rank's position in the mesh."""
     return rank_mesh.MeshPosition(_ranks or rank_mesh.Mesh(runtime.size()), runtime.rank())
 
 
 def batch_parts() -> list[int]:
-    """For each rank, the index of its part of a batch."""
     return [each.batch for each in rank_mesh.positions(position().mesh)]
 
 
@@ -72,7 +70,6 @@ def _device_mesh(data: int, shard: int, tensor: int) -> Mesh:
 
 
 def replicated(shape: tuple[int, ...]) -> NamedSharding:
-    """Every device has the whole array."""
     return NamedSharding(device_mesh(), PartitionSpec())
 
 
@@ -124,7 +121,6 @@ def _heads(shape: tuple[int, ...]) -> int | None:
 
 
 def fraction_held(tree: Any) -> float:
-    """The fraction of the numbers of all arrays that each rank holds."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     on_device: int = sum(prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in arrays)
     return on_device / max(1, sum(int(leaf.size) for leaf in arrays))
