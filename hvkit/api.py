@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -132,10 +132,7 @@ def distribute(
     """
     first = framework_of(model)
     in_jax = first is JAX  # where a list may be a pytree
-    models, optimizers = (
-        list(each) if isinstance(each, list | tuple) and not in_jax else [each]
-        for each in (model, optimizer)
-    )
+    models, optimizers = ([each] if in_jax else _listed(each) for each in (model, optimizer))
     first = first or (framework_of(models[0]) if models else None)
     engine = first.engine if first else None
     runtime.init(engine)
@@ -271,7 +268,7 @@ def settled(*things: Any) -> Iterator[None]:
     """
     with ExitStack() as stack:
         with call_within("hvkit.settled"):
-            for thing in _each(things):
+            for thing in [t for each in things for t in _listed(each)]:
                 framework = framework_of(thing)
                 if framework is JAX:
                     _require_module(thing)
@@ -301,9 +298,8 @@ def _require_module(thing: Any) -> None:
         )
 
 
-def _each(things: Iterable[Any]) -> Iterator[Any]:
-    for thing in things:
-        yield from thing if isinstance(thing, list | tuple) else [thing]
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _record(optimizer: Any) -> Record | None:

@@ -117,10 +117,10 @@ def _of_error(error: Exception) -> Any:
 
 
 def _of_record(record: Any) -> Any:
-    if isinstance(record, tuple):
-        return [type(record).__name__, list(record)]
-    values = [getattr(record, each.name) for each in dataclasses.fields(record)]
-    return [type(record).__name__, values]
+    values = record
+    if not isinstance(record, tuple):
+        values = [getattr(record, each.name) for each in dataclasses.fields(record)]
+    return [type(record).__name__, list(values)]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -180,6 +180,7 @@ class TensorFlowEngine(Engine):
     """Horovod's TensorFlow library."""
 
     def __init__(self) -> None:
+        _refuse_other_tensorflow()
         self.hvd = _import_horovod("horovod.tensorflow", "TensorFlow")
         horovod_names.started_by_hvkit = True
         try:
@@ -290,8 +291,6 @@ def _folders() -> list[Path]:
 
 
 def _import_horovod(module: str, framework: str) -> ModuleType:
-    if framework == "TensorFlow":
-        _refuse_other_tensorflow()
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:
