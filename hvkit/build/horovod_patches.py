@@ -36,19 +36,18 @@ def tensorflow_lacks_xla_headers(toolchain: Toolchain, source: Path) -> bool:
     tensorflow = toolchain.framework("tensorflow")
     if tensorflow is None:
         return False
-    included = re.findall(
-        r'^#include "tensorflow/.*"$', (source / XLA_OPS).read_text(encoding="utf-8"), re.MULTILINE
-    )
+    text = (source / XLA_OPS).read_text(encoding="utf-8")
+    included = re.findall(r'^#include "tensorflow/.*"$', text, re.MULTILINE)
     headers = tensorflow.location / "tensorflow" / "include"
     command = [*toolchain.compiler.command, "-std=c++17", "-E", "-x", "c++", f"-I{headers}", "-"]
-    preprocessed = subprocess.run(
+    done = subprocess.run(
         command,
         input="\n".join(included),
         text=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    return preprocessed.returncode != 0
+    return done.returncode != 0
 
 
 CONDITIONS = {"02-no-xla-ops.patch": tensorflow_lacks_xla_headers}

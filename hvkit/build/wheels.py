@@ -77,7 +77,8 @@ def join(wheels: Sequence[Path], folder: Path) -> Path:
     joined[_METADATA] = json.dumps(abi.frameworks).encode()
     versions = [_version(members) for members in parts]
     digest = hashlib.sha256(" ".join(sorted(versions)).encode()).hexdigest()[:12]
-    needed = [line for members in parts for line in _requirements(members)]
+    pattern = re.compile(rb"^Requires-Dist: .*$", re.MULTILINE)
+    needed = [line for part in parts for line in pattern.findall(part["dist-info/METADATA"])]
     return _write(folder, f"{VERSION}+hvkit{digest}", joined, abi, needed)
 
 
@@ -105,10 +106,6 @@ def _version(members: Mapping[str, bytes]) -> str:
     found = re.search(rb"^Version: (\S+)", members["dist-info/METADATA"], re.MULTILINE)
     assert found is not None
     return found[1].decode()
-
-
-def _requirements(members: Mapping[str, bytes]) -> list[bytes]:
-    return re.findall(rb"^Requires-Dist: .*$", members["dist-info/METADATA"], re.MULTILINE)
 
 
 def _write(

@@ -11,11 +11,6 @@ from hvkit.launching.hostfile import read_hostfile
 from hvkit.launching.hosts import Host, read_hosts_option
 from hvkit.launching.prepare import NUMBER_OF_RANKS, Request
 
-COMMAND_MISSING = (
-    "COMMAND is missing: give the script or program that every rank runs, such as `script.py`"
-)
-COMMAND_BEGINS = "COMMAND must begin with a script or program, such as `script.py`"
-
 _LOST_AFTER = Request.lost_after
 _GRACE = Request.grace
 _DAY = 86400.0
@@ -28,21 +23,32 @@ def add_number_of_ranks(parser: argparse._ActionsContainer, default: str) -> Non
     )
 
 
-def add_hosts_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add ``--hostfile`` and ``-H``, which exclude each other."""
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--hostfile", type=Path, metavar="FILE", help="hosts and slots, as for mpirun"
+def add_command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND ...",
+        help="a script, or a program with its arguments; options after it are its own",
     )
-    group.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
+
+
+def command_of(args: argparse.Namespace, *, may_be_option: bool) -> list[str]:
+    """The words of the command, of which there must be one; ``-`` is Python's standard input."""
+    words: list[str] = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not words:
+        args.refuse(
+            "COMMAND is missing: give the script or program that every rank runs, such as "
+            "`script.py`"
+        )
+    if not words[0] or (words[0].startswith("-") and not may_be_option):
+        args.refuse(
+            f"COMMAND must begin with a script or program, such as `script.py`, got {words[0]!r}"
+        )
+    return words
 
 
 def hosts_of(args: argparse.Namespace) -> tuple[tuple[Host, ...], Allocation | None]:
-    """The hosts in the arguments, or else the batch system's, with its allocation; or none.
-
-    ``on_repeat`` is called with a message for each host that is listed twice, since mpirun accepts
-    that in some forms and not in others. If it returns, the host gets the sum of its slots.
-    """
+    """The hosts in the arguments, or else the batch system's, with its allocation; or none."""
     if args.hostfile is not None:
         return read_hostfile(args.hostfile), None
     if args.hosts is not None:

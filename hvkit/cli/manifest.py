@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hvkit.cli.arguments import (
-    COMMAND_BEGINS,
-    COMMAND_MISSING,
+    add_command,
     add_watching,
+    command_of,
     number_of_ranks,
     positive,
     watching,
@@ -337,12 +337,7 @@ def _add_system(parsers: "argparse._SubParsersAction[CommandParser]", system: Sy
         )
     if system.starts_hvkit_run:
         add_watching(parser)
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="COMMAND ...",
-        help="a script, or a program with its arguments; options after it are its own",
-    )
+    add_command(parser)
     parser.set_defaults(execute=_execute, system=system)
 
 
@@ -399,16 +394,8 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
                 )
         values |= {"grace": args.grace, "max_restarts": args.max_restarts}
         values["run_options"] = tuple(map(fields.utf8, watching(args)))
-    return {**values, "command": _command_of(args)}
-
-
-def _command_of(args: argparse.Namespace) -> tuple[str, ...]:
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        raise ValueError(COMMAND_MISSING)
-    if not command[0] or command[0].startswith("-"):
-        raise ValueError(f"{COMMAND_BEGINS}, got {command[0]!r}")
-    return tuple(map(fields.utf8, command))
+    command = tuple(map(fields.utf8, command_of(args, may_be_option=False)))
+    return {**values, "command": command}
 
 
 def _options_of(system: System) -> tuple[Option, ...]:

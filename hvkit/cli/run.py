@@ -7,11 +7,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from hvkit.cli.arguments import (
-    COMMAND_BEGINS,
-    COMMAND_MISSING,
-    add_hosts_arguments,
+    add_command,
     add_number_of_ranks,
     add_watching,
+    command_of,
     hosts_of,
 )
 from hvkit.cli.command_parser import CommandParser
@@ -50,7 +49,11 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         where,
         "default: one in each slot of the hosts, or one for each GPU of this host",
     )
-    add_hosts_arguments(where)
+    hosts = where.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="hosts and slots, as for mpirun"
+    )
+    hosts.add_argument("-H", dest="hosts", metavar="HOST:SLOTS,...", help="hosts and slots")
     where.add_argument(
         "--bind",
         choices=("cores", "none"),
@@ -98,21 +101,12 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         metavar="FILE",
         help="write what all ranks do, and where they wait, as a Chrome trace for ui.perfetto.dev",
     )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="COMMAND ...",
-        help="a script, or a program with its arguments; options after it are its own",
-    )
+    add_command(parser)
     parser.set_defaults(execute=_execute)
 
 
 def _execute(args: argparse.Namespace) -> int:
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
-        args.refuse(COMMAND_MISSING)
-    if not command[0]:
-        args.refuse(f"{COMMAND_BEGINS}, got ''")
+    command = command_of(args, may_be_option=True)
     try:
         request = request_of(args, command)
     except UsageError as error:

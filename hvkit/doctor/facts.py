@@ -29,7 +29,7 @@ import psutil
 
 from hvkit.build.abi import Machine
 from hvkit.build.cuda import DEFAULT_HOME, toolkit_for
-from hvkit.build.frameworks import DISTRIBUTIONS, MODULES, NAMES, cuda_version
+from hvkit.build.frameworks import DISTRIBUTIONS, MODULES, NAMES, cuda_version, distribution
 from hvkit.build.installer import installed_abi, installed_version, serves, unmet
 from hvkit.build.toolchain import Toolchain, find_toolchain
 from hvkit.build.wheels import key_of, stored_ingredients
@@ -223,10 +223,7 @@ def unmet_requirements() -> list[dict[str, str | None]]:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return found.version if (found := distribution(name)) else None
 
 
 def folder_of(module: str) -> Path | None:

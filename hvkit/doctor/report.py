@@ -67,7 +67,10 @@ def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> 
     width = max(len(label) for label, _ in rows)
     room = max(_LEAST_OUTPUT, _SCREEN - len(rows) - len(found) - 2)
     lines = [(f"{label:{width}}  ", Text(text)) for label, text in rows]
-    for begin, text in (*lines, *found, *_last_lines(report["self_test"], room), _result(report)):
+    numbers = (counted(len(report[f"{name}s"]), name) for name in ("problem", "note"))
+    result = ", ".join(re.sub("^0", "no", number) for number in numbers)
+    last = "", Text(result, _PROBLEM if report["problems"] else _FINE)
+    for begin, text in (*lines, *found, *_last_lines(report["self_test"], room), last):
         if begin and console.is_terminal:  # each wrapped line goes on below its text's beginning
             grid = Table.grid()
             grid.add_column(no_wrap=True)
@@ -92,12 +95,6 @@ def _last_lines(test: dict[str, Any] | None, room: int) -> Iterator[tuple[str, T
     for result in failed[:1]:
         yield "", Text(f"last lines of the self-test of {result['framework']}:")
         yield from (("    ", Text(line)) for line in result["output"][-room:])
-
-
-def _result(report: dict[str, Any]) -> tuple[str, Text]:
-    numbers = (counted(len(report[f"{name}s"]), name) for name in ("problem", "note"))
-    text = ", ".join(re.sub("^0", "no", number) for number in numbers)
-    return "", Text(text, _PROBLEM if report["problems"] else _FINE)
 
 
 def _rows(report: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Measures the steps of a rank, and computes where the time of all ranks' steps went.
 
 A clock on each rank observes hvkit's own waits (``hvkit.watch.spans``). A wait includes two times
-that a single rank cannot separate: until the last rank arrives, and the collective itself.
+that a single rank cannot separate: until the last rank calls, and the collective itself.
 Arithmetic on the steps of all ranks separates them. In a step that all ranks end together, the rank
 that came last to the collectives waited for nobody, so it was blocked only for as long as the
 collectives took. Other ranks were blocked for longer: the difference is their waiting. No common

@@ -40,8 +40,8 @@ def starting() -> Iterator[None]:
     """Wraps the start of Horovod, in which ranks cannot reach each other, only print their wait."""
     limits = Limits.from_environment()
     timers = [
-        threads.later(limits.report, "hvkit-start", _report_start, limits.report),
-        threads.later(limits.end, "hvkit-start", _end_the_start, limits.end),
+        threads.later(limits.report, "hvkit-start", _report_start, limits.report, False),
+        threads.later(limits.end, "hvkit-start", _report_start, limits.end, True),
     ]
     try:
         yield
@@ -50,16 +50,13 @@ def starting() -> Iterator[None]:
             timer.cancel()
 
 
-def _report_start(seconds: float) -> None:
+def _report_start(seconds: float, ends: bool) -> None:
     now = calls.status()
     where = f"{now.call or 'its first call of hvkit'} ({now.where})"
     text = f"a rank waits in {where} for ranks that have not called hvkit for {seconds:g} s"
     os.write(2, f"hvkit: {text}: {SAME_CALLS}\n".encode())
-
-
-def _end_the_start(seconds: float) -> None:
-    _report_start(seconds)
-    os._exit(1)
+    if ends:
+        os._exit(1)
 
 
 def start(

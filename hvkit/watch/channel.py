@@ -23,7 +23,7 @@ from hvkit.host.network import addresses_for_others
 from hvkit.watch.calls import Status
 
 PATIENCE = 5
-"""Seconds for the rest of a message to arrive, and for a rank that ends at once to reach rank 0."""
+"""Seconds for the rest of a message, and for a rank that ends at once to reach rank 0."""
 
 
 @dataclass(frozen=True)

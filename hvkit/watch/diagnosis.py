@@ -78,9 +78,8 @@ def diagnose(
     if not waiting:
         return None
     if ended:
-        return Diagnosis(
-            f"{_waits(waiting)}; {_ended(ended)}: {SAME_CALLS}, and {SAME_STEPS}", True
-        )
+        how = "; ".join(f"{ranks_text(numbers)} {end}" for end, numbers in _ranks_with(ended))
+        return Diagnosis(f"{_waits(waiting)}; {how}: {SAME_CALLS}, and {SAME_STEPS}", True)
     crossed = _for_each_other(waiting)
     if crossed and not _on_their_way(crossed, report_after):
         return Diagnosis(f"{_waits(crossed)}: {SAME_CALLS}", True)
@@ -184,10 +183,6 @@ def _stacks(missing: Mapping[int, Status]) -> str:
         if status.stack:
             return "\n    ".join([f"\n  rank {rank} is here:", *status.stack])
     return ""
-
-
-def _ended(ended: Mapping[int, str]) -> str:
-    return "; ".join(f"{ranks_text(numbers)} {how}" for how, numbers in _ranks_with(ended))
 
 
 def _ranks_with(texts: Mapping[int, str]) -> Iterable[tuple[str, list[int]]]:

@@ -37,7 +37,7 @@ _GRACE_FOR_STOPPED = 3.0
 _CAUSE = 500
 # Within this time after a rank got SIGTERM, rank 0 requests the steps of all ranks.
 _HOLDS_WITHIN = 5.0
-# An error of Horovod is held back this long for its explanation to arrive.
+# An error of Horovod waits this long for its explanation.
 _EXPLAINED_WITHIN = 5.0
 
 END_OF_SCRIPT = "has ended its script"
@@ -66,7 +66,7 @@ class Watcher:
     # Called by the script's thread.
 
     def reason(self) -> str:
-        """Why this rank's current wait ended; empty if no reason arrives within some seconds."""
+        """Why this rank's current wait ended; empty if none comes within some seconds."""
         self._explained.wait(_EXPLAINED_WITHIN)
         if self._diagnosis or not self._reason:
             return self._reason
@@ -211,17 +211,14 @@ class Reporter(Watcher):
                 PREEMPTION.give_up()  # rank 0 is not just busy
             now = self._status()
             if now.waits and now.seconds >= self._limits.end + _NO_ANSWER:
-                self._end_without_diagnosis(now)
+                # Rank 0, which should end this wait, is stopped, or its host is lost.
+                limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
+                _print(f"RankLostError: {self._waits(now)}; rank 0 does not answer; {limit}")
+                os._exit(1)
             began = time.monotonic() - now.seconds
             if now.waits and now.seconds >= _WORTH_REPORTING and began > reported + 0.1:
                 reported = began
                 _send(hub, now)
-
-    def _end_without_diagnosis(self, now: Status) -> None:
-        """End this process: rank 0, which should end this wait, is stopped, or its host is lost."""
-        limit = f"the limit is {self._limits.end:g} s ({LIMIT_SET_BY})"
-        _print(f"RankLostError: {self._waits(now)}; rank 0 does not answer; {limit}")
-        os._exit(1)
 
     def _watch_without_rank_0(self, addresses: Sequence[str]) -> None:
         """Without a connection to rank 0, print a long wait of this rank."""
