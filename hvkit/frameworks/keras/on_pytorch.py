@@ -33,12 +33,13 @@ from hvkit.frameworks.keras.loss_scale import fit_half, share_scale
 from hvkit.frameworks.keras.optimizers import let_leave_out_updates
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.pytorch import PyTorchPort, buffers, modules
+from hvkit.frameworks.pytorch import PyTorchPort, buffers
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import owned_bytes, set_others
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
-from hvkit.frameworks.pytorch.optimizers import stepping_in
+from hvkit.frameworks.pytorch.optimizers import is_left_to_rank, leave_to_rank, stepping_in
+from hvkit.frameworks.pytorch.refusals import refuse_optimizers_of_others
 from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
@@ -212,7 +213,7 @@ class KerasLoopPort(PyTorchPort):
         for model, its in zip(models, weights, strict=True):
             its.add_tensors_of_pytorch(model)
             for tensor in _untrained(model):
-                modules.leave_to_rank(tensor)
+                leave_to_rank(tensor)
         if self._whole_batches:  # Keras's layers compute over them, not PyTorch's
             options = replace(options, batch_norm="local")
         super().__init__(weights, optimizers, options)
@@ -221,7 +222,7 @@ class KerasLoopPort(PyTorchPort):
         parameters = [p for o in self.optimizers for g in o.param_groups for p in g["params"]]
         left_out = refusals.refuse_left_out(self._keras_models, self.optimizers, parameters)
         _leave_untrained(parameters)
-        modules.refuse_optimizers_of_others(self.models, self.optimizers, left_out)
+        refuse_optimizers_of_others(self.models, self.optimizers, left_out)
 
     def synchronise(self) -> None:
         group = self.options.group
@@ -259,11 +260,11 @@ def _untrained(layer: Any) -> list[torch.Tensor]:
 
 
 def _leave_untrained(parameters: Iterable[torch.Tensor]) -> None:
-    new = {id(p) for p in parameters if not (p.requires_grad or modules.is_left_to_rank(p))}
+    new = {id(p) for p in parameters if not (p.requires_grad or is_left_to_rank(p))}
     for layer in refusals.living_layers() if new else ():
         for tensor in _untrained(layer):
             if id(tensor) in new:
-                modules.leave_to_rank(tensor)
+                leave_to_rank(tensor)
 
 
 def _leave_untrained_of_later_groups(optimizer: Optimizer) -> None:

@@ -3,7 +3,6 @@
 ::
 
     port                   the steps of distribute
-    ├── modules            names of parameters; modules that an optimizer updates, but were left out
     ├── initial_state      copies rank 0's weights and optimizer state
     ├── gradients/         averages gradients while backward() computes them
     ├── local_weights      parameters as vectors, optimizers whose steps are counted: for LocalSGD
@@ -14,8 +13,8 @@
     ├── buffers            batch norm over ranks; means and comparisons of other buffers
     ├── step_hooks         calls hvkit's functions around optimizer.step(); adds new parameters
     ├── learning_rate      scaling and warm-up inside optimizer.step(); comparing rates
-    ├── optimizers         parent classes, wrappers, GradScaler: optimizers that step unusually
-    ├── refusals           other wrappers, other optimizers, parameters that cannot be divided
+    ├── optimizers         names of tensors; parent classes, wrappers, GradScaler: unusual steps
+    ├── refusals           other wrappers, optimizers and modules; what cannot be divided
     └── collectives/       tensors to the other ranks and back; operations for compressions
 """
 

@@ -19,8 +19,7 @@ from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.collectives import ops, wire
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
-from hvkit.frameworks.pytorch.modules import is_left_to_rank
-from hvkit.frameworks.pytorch.optimizers import parameters_of, scaler_hooks
+from hvkit.frameworks.pytorch.optimizers import is_left_to_rank, parameters_of, scaler_hooks
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState

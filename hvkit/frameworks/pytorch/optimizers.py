@@ -1,24 +1,70 @@
-"""Optimizers that step in unusual ways: by a parent class, inside another, with a GradScaler."""
+"""Tensors of models and optimizers by name; optimizers that step in unusual ways.
+
+An optimizer may step by a parent class, inside another optimizer, or with a ``GradScaler``.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from hvkit import metrics
+
+T = TypeVar("T", bound=torch.Tensor)
 
 _SCALER_HOOKS = "_hvkit_scaler_hooks"
 
 
 def parameters_of(*optimizers: Optimizer) -> list[Any]:
     return [p for each in optimizers for group in each.param_groups for p in group["params"]]
+
+
+def named_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[str, nn.Parameter]:
+    """The parameters of the models, and the ones that only optimizers have; each once."""
+    names: dict[nn.Parameter, str] = {}
+    for name, p in named_in(models, nn.Module.named_parameters).items():
+        names.setdefault(p, name)  # another model may share it
+    for o, optimizer in enumerate(optimizers):
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if not is_left_to_rank(p):
+                    names.setdefault(p, f"optimizer {o} group {g} parameter {i}")
+    return {name: p for p, name in names.items()}
+
+
+def named_in(
+    models: Sequence[nn.Module], named: Callable[[nn.Module], Iterable[tuple[str, T]]]
+) -> dict[str, T]:
+    """Tensors by a name for messages: ``0.weight``, of several models ``0.weight of model 1``."""
+    of_model = " of model {}" if len(models) > 1 else ""
+    return {
+        name.replace("_orig_mod.", "") + of_model.format(number): tensor  # of torch.compile
+        for number, model in enumerate(models)
+        for name, tensor in named(model)
+    }
+
+
+_OF_THIS_RANK = "_hvkit_of_this_rank"
+
+
+def leave_to_rank(parameter: torch.Tensor) -> None:
+    """Let ranks have different values of an optimizer's tensor that no gradient will reach."""
+    # No weak reference: PyTorch exchanges no tensor that has one.
+    setattr(parameter, _OF_THIS_RANK, True)
+
+
+def is_left_to_rank(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, _OF_THIS_RANK)
 
 
 def has_step_length(optimizer: Optimizer) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch import buffers, modules, refusals
+from hvkit.frameworks.pytorch import buffers, refusals
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.divided_state.sharded import (
@@ -39,7 +39,12 @@ from hvkit.frameworks.pytorch.local_weights import (
     has_local_weights,
     round_keeper,
 )
-from hvkit.frameworks.pytorch.optimizers import has_step_length, stepping_in
+from hvkit.frameworks.pytorch.optimizers import (
+    has_step_length,
+    named_in,
+    named_parameters,
+    stepping_in,
+)
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach, follow_groups
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
@@ -68,7 +73,7 @@ class PyTorchPort:
         self.optimizers: list[Optimizer] = list(map(refusals.checked_optimizer, optimizers))
         self.options = options
         self._refuse_optimizers_of_others()
-        self.parameters = modules.named_parameters(self.models, self.optimizers)
+        self.parameters = named_parameters(self.models, self.optimizers)
         _refuse_distributed(self.parameters, several=len(models) > 1)
         self.multiplier = Multiplier()
         self.reducer: GradientReducer | None = None
@@ -92,7 +97,7 @@ class PyTorchPort:
                 refusals.refuse_uninitialised(name, tensor)
 
     def _refuse_optimizers_of_others(self) -> None:
-        modules.refuse_optimizers_of_others(self.models, self.optimizers)
+        refusals.refuse_optimizers_of_others(self.models, self.optimizers)
 
     def _make_deferred(self, models: Sequence[nn.Module]) -> None:
         """Make the weights of models that were built under ``hvkit.deferred_init``."""
@@ -107,7 +112,7 @@ class PyTorchPort:
         return False
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
-        return modules.named_in(self.models, nn.Module.named_buffers)
+        return named_in(self.models, nn.Module.named_buffers)
 
     def facts(self) -> list[str]:
         facts = []
@@ -230,7 +235,7 @@ class PyTorchPort:
             nonfinite, compression = self._nonfinite(), options.compression
             reduction = Reduction(checks, strategy, compression, statistics, nonfinite)
             parameters = self.parameters.values()
-            layers = modules.sparse_layers(self.model).values()
+            layers = refusals.sparse_layers(self.model).values()
             sparse = {each.weight for each in layers} & set(parameters)
             keeper = self.reducer = GradientReducer(
                 parameters, sparse, reduction, follows_passes=follows_passes

@@ -54,9 +54,9 @@ from torch.optim import Optimizer
 from hvkit.communication.collectives import require_equal
 from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
-from hvkit.frameworks.pytorch.modules import is_left_to_rank
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
+    is_left_to_rank,
     leaves_update_to_parent,
     parameters_of,
 )
