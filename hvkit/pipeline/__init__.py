@@ -2,8 +2,8 @@
 
 ::
 
-    stages     cuts that make stages even, and the sizes of micro-batches
-    gpipe      the order of work: which stage computes which micro-batch when, and sends it where
+    stages     cuts that make stages even, the sizes of micro-batches, and the order of work: which
+               stage computes which micro-batch when, and sends it where
     channel    messages between ranks, how long a rank waits for them, and equal batches
 
 These modules import no framework. A framework offers two things: ``StageWork``, which computes a
