@@ -3,8 +3,8 @@
 ::
 
     port           the steps of ``hvkit.distribute``, and its refusals
-    arrays         models as trees of arrays; updates whose results stay divided
-    shardings      the mesh of all ranks' devices, and how arrays are divided over it
+    arrays         models as trees of arrays, their shardings over the mesh of all ranks' devices,
+                   and updates whose results stay divided
     batches        ``hvkit.batch``: the ranks' batches as one array; comparisons of weights
     local_weights  for LocalSGD and DiLoCo: local weights of modules of NNX
 """

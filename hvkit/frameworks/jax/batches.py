@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 from hvkit import runtime
 from hvkit.communication.collectives import gather, raise_together
 from hvkit.errors import RanksDisagreeError, ranks_text
-from hvkit.frameworks.jax import shardings
 from hvkit.frameworks.jax.arrays import (
+    LOCAL,
+    batch_parts,
+    device_mesh,
     global_array,
     is_array,
     is_global,
@@ -38,6 +40,9 @@ from hvkit.frameworks.jax.arrays import (
     local_data,
     local_index,
     named_leaves,
+    position,
+    replicated,
+    sharded_by_rows,
     weights_of,
 )
 from hvkit.main_rank import warn_once
@@ -167,10 +172,8 @@ def as_one(
         if model is None or each.are_of(model):
             each.next_batch(call)
     if not are_in_parts(counts):
-        return [
-            global_array(each, _rows_of_all(each), shardings.replicated) for each in arrays
-        ], counts
-    rows, sharding = sum(counts), shardings.sharded_by_rows()
+        return [global_array(each, _rows_of_all(each), replicated) for each in arrays], counts
+    rows, sharding = sum(counts), sharded_by_rows()
     return [
         jax.make_array_from_process_local_data(sharding, each, (rows, *each.shape[1:]))
         for each in arrays
@@ -201,7 +204,7 @@ def _disagreement(text: str) -> Exception:
 
 
 def are_in_parts(counts: Sequence[int]) -> bool:
-    return len(set(counts)) == 1 and counts[0] % shardings.device_mesh().shape[shardings.LOCAL] == 0
+    return len(set(counts)) == 1 and counts[0] % device_mesh().shape[LOCAL] == 0
 
 
 def rows_of(leaf: Any) -> NDArray[Any]:
@@ -242,7 +245,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
     _batches += 1
     layout = f"{[(each.dtype.name, each.shape[1:]) for each in arrays]} {structure}"
     content = 0
-    part_of = shardings.batch_parts()
+    part_of = batch_parts()
     several_give_one = max(part_of) + 1 < len(part_of)
     if n == 0 or (several_give_one and n & (n - 1) == 0):
         for each in arrays:
@@ -277,7 +280,7 @@ def _counts(arrays: Sequence[NDArray[Any]], structure: str, call: str) -> list[i
 
 def _rows_of_all(array: NDArray[Any]) -> NDArray[Any]:
     engine = runtime.engine("jax")
-    if shardings.position().along("tensor"):
+    if position().along("tensor"):
         array = array[:0]  # another rank gives them
     data = engine.allgather(array.reshape(-1).view(np.uint8))
     return data.view(array.dtype).reshape(-1, *array.shape[1:])

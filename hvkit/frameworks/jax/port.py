@@ -16,8 +16,11 @@ from typing import Any
 
 import jax
 
-from hvkit.frameworks.jax import batches, shardings
+from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import (
+    BATCH_AXES,
+    ShardingOf,
+    fraction_held,
     from_rank_0,
     gathered,
     is_array,
@@ -26,11 +29,13 @@ from hvkit.frameworks.jax.arrays import (
     is_nnx,
     is_transformation,
     named_leaves,
+    refuse_other_mesh,
+    set_mesh,
+    sharded,
     sharded_updates,
     tree_of,
     with_tree,
 )
-from hvkit.frameworks.jax.shardings import BATCH_AXES, ShardingOf
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
 from hvkit.mesh import Mesh
@@ -56,13 +61,13 @@ class JaxPort:
             self._refuse_for_local_weights()
         batches.refuse_other_batches(self._is_local)
         self._mesh = mesh = options.mesh.mesh if options.mesh else Mesh(options.group.size)
-        shardings.refuse_other_mesh(mesh)
+        refuse_other_mesh(mesh)
         tensor = [("tensor",)] if mesh.tensor > 1 else []
         shard = [("shard",)] if mesh.shard > 1 else []
         of_weights = [BATCH_AXES] if isinstance(options.strategy, FullyShard) else shard
         of_state = [BATCH_AXES] if isinstance(options.strategy, ShardedOptimizer) else of_weights
-        self._of_weights: ShardingOf = shardings.sharded(*tensor, *of_weights)
-        self._of_state: ShardingOf = shardings.sharded(*tensor, *of_state)
+        self._of_weights: ShardingOf = sharded(*tensor, *of_weights)
+        self._of_state: ShardingOf = sharded(*tensor, *of_state)
         self._is_divided = bool(tensor or of_state)
         self._has_divided_weights = bool(tensor or of_weights)
         self._refuse_state_alone()
@@ -123,7 +128,7 @@ class JaxPort:
         return []  # no strategy with a momentum comes here
 
     def synchronise(self) -> None:
-        shardings.set_mesh(self._mesh)
+        set_mesh(self._mesh)
         if self._is_local:
             # Not the states of random generators: each rank draws its own numbers.
             nnx = sys.modules["flax.nnx"]
@@ -134,7 +139,7 @@ class JaxPort:
         self.model = self._from_rank_0(self.model, self._of_weights)
         self.optimizer = self._from_rank_0(self.optimizer, self._of_state)
         if self._options.mesh and self._options.group.rank == 0:
-            fraction = shardings.fraction_held([tree_of(each) for each in _each(self.model)])
+            fraction = fraction_held([tree_of(each) for each in _each(self.model)])
             logger.info("each rank holds %.0f%% of the weights", 100 * fraction)
 
     def _from_rank_0(self, things: Any, sharding: ShardingOf) -> Any:

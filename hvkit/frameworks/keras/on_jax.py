@@ -26,15 +26,17 @@ from keras.src.backend.jax import distribution_lib, trainer
 from hvkit.communication.collectives import gather, pickled, require_equal, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.jax import batches
-from hvkit.frameworks.jax.arrays import from_rank_0, global_array, set_variable
-from hvkit.frameworks.jax.port import JaxPort
-from hvkit.frameworks.jax.shardings import (
+from hvkit.frameworks.jax.arrays import (
     ShardingOf,
+    from_rank_0,
+    global_array,
     position,
     replicated,
     set_mesh,
+    set_variable,
     sharded_by_rows,
 )
+from hvkit.frameworks.jax.port import JaxPort
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others

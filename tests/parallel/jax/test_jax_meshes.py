@@ -12,8 +12,8 @@ from keras import layers
 
 import hvkit
 from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.jax import arrays
 from hvkit.frameworks.jax import batches as counted
-from hvkit.frameworks.jax import shardings
 from hvkit.frameworks.jax.arrays import gathered
 
 # Of two ranks, and of four what they alone can have.
@@ -33,7 +33,7 @@ MESHES = [
 @pytest.fixture(autouse=True)
 def another_script(monkeypatch):
     """A script has one mesh, and compares its first batches."""
-    monkeypatch.setattr(shardings, "_ranks", None)
+    monkeypatch.setattr(arrays, "_ranks", None)
     monkeypatch.setattr(counted, "_batches", 0)
 
 
@@ -118,7 +118,7 @@ def test_kernels_of_attention_are_divided_by_heads():
     hvkit.distribute({"w": jax.numpy.ones((4, 4))}, optax.sgd(0.1), mesh=MESHES[0])
     heads = 2 * hvkit.size()
     placed = [
-        shardings.sharded(("tensor",))(shape).spec
+        arrays.sharded(("tensor",))(shape).spec
         for shape in ((heads * 8, heads, 8), (heads, 8, heads * 8), (3, 16 * heads, 8 * heads))
     ]
     assert [each.index(("tensor",)) for each in placed] == [1, 0, 1]
@@ -131,7 +131,7 @@ def test_a_checkpoint_of_a_mesh_resumes_without_one(tmp_path, monkeypatch):
     saved = NNX(optax.adam(1e-3), hvkit.Synchronous(), MESHES[0])
     saved.train()
     hvkit.Checkpoint(folder, model=saved.model, optimizer=saved.optimizer).save(epoch=0, step=STEPS)
-    monkeypatch.setattr(shardings, "_ranks", None)
+    monkeypatch.setattr(arrays, "_ranks", None)
     whole = NNX(optax.adam(1e-3), hvkit.Synchronous())
     checkpoint = hvkit.Checkpoint(folder, model=whole.model, optimizer=whole.optimizer)
     assert checkpoint.restore().step == STEPS
@@ -178,10 +178,10 @@ def test_uneven_parts_are_whole_on_every_rank():
     NNX(optax.sgd(0.05), hvkit.Synchronous(), mesh)
     x, _ = next(batches())
     own = own_rows(x, x, mesh)[0]
-    if mesh.data * mesh.shard > 1 and shardings.position().batch == 0:
+    if mesh.data * mesh.shard > 1 and arrays.position().batch == 0:
         own = own[:-1]
     made = hvkit.batch(own)
-    parts_in_order = dict(zip(shardings.batch_parts(), hvkit.allgather(own), strict=True))
+    parts_in_order = dict(zip(arrays.batch_parts(), hvkit.allgather(own), strict=True))
     np.testing.assert_array_equal(gathered(made), np.concatenate([*parts_in_order.values()]))
 
 
