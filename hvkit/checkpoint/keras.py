@@ -27,8 +27,7 @@ from hvkit.frameworks.keras import buffers
 from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype, outside_graphs
 from hvkit.frameworks.keras.checks import compared_in
 from hvkit.frameworks.keras.initial_state import has_weights
-from hvkit.frameworks.keras.loss_scale import ranks_of_scale
-from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of
+from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, ranks_of_scale
 from hvkit.frameworks.keras.partial_state import gathered, unfolded
 from hvkit.random_states import Arrays
 from hvkit.sync.distributed_objects import record_of

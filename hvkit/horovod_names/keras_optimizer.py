@@ -22,8 +22,7 @@ import tensorflow as tf
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.collectives.wire import refuse_xla
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply
-from hvkit.frameworks.keras.loss_scale import share_scale
-from hvkit.frameworks.keras.optimizers import inner_optimizer
+from hvkit.frameworks.keras.optimizers import inner_optimizer, share_scale
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
 
 

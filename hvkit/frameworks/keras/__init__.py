@@ -21,10 +21,10 @@ The first two use::
 
     port                   the steps of distribute that they share
     initial_state          copies rank 0's weights, optimizer state and vocabularies
-    optimizers             facts about Keras's optimizers; the learning rate of their updates
+    optimizers             facts about Keras's optimizers; the learning rate of their updates; loss
+                           scales, and the steps that ranks skip together
     loss_means             losses in fit that are means over all ranks' samples, tokens, weights
-    ├── loss_checks        names losses that it cannot correct
-    └── loss_scale         which steps ranks skip together, and each one's part of a loss scale
+    └── loss_checks        names losses that it cannot correct
     fit                    fit and evaluate on all ranks
     ├── metric_results     the results of metrics over all ranks
     └── callbacks          all ranks stop together, only rank 0 writes files

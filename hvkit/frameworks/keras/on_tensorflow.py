@@ -22,7 +22,7 @@ wraps methods of the optimizer, the outermost first::
                                                                  sends them to all
 
 ``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
-so hvkit replaces methods of the class: ``check_finite`` and others in ``loss_scale``, so that all
+so hvkit replaces methods of the class: ``check_finite`` and others in ``optimizers``, so that all
 ranks skip the updates that one process would, and with local weights ``apply`` in
 ``weights/around_updates``, so that an update that it skips counts, too.
 """
@@ -51,8 +51,7 @@ from hvkit.frameworks.keras.gradients import averaged_updates
 from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
-from hvkit.frameworks.keras.loss_scale import share_scale
-from hvkit.frameworks.keras.optimizers import calls_of_apply, updating
+from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
 from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.sharded import TensorFlowSender

@@ -1,7 +1,7 @@
 """Averaging inside ``optimizer.apply``, and updates that all ranks leave out together.
 
 Gradient accumulation averages once in several steps. Loss-scaling optimizers around a distributed
-one (``loss_scale``) skip a step on all ranks or on none. ``NonFinite`` finds gradients that are NaN
+one (``optimizers``) skip a step on all ranks or on none. ``NonFinite`` finds gradients that are NaN
 or infinite before they become means.
 """
 
@@ -26,8 +26,13 @@ from hvkit.frameworks.keras.collectives.wire import (
     run_python,
     values_of,
 )
-from hvkit.frameworks.keras.loss_scale import Agree, fit_half
-from hvkit.frameworks.keras.optimizers import is_overwritten, let_leave_out_updates, variables_of
+from hvkit.frameworks.keras.optimizers import (
+    Agree,
+    fit_half,
+    is_overwritten,
+    let_leave_out_updates,
+    variables_of,
+)
 from hvkit.log import logger
 from hvkit.sync.nonfinite import describe, skipped_steps
 from hvkit.watch.calls import of_run

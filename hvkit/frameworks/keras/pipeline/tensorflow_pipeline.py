@@ -18,9 +18,8 @@ from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.collectives.wire import values_of
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
-from hvkit.frameworks.keras.loss_scale import share_scale
 from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
-from hvkit.frameworks.keras.optimizers import updating
+from hvkit.frameworks.keras.optimizers import share_scale, updating
 from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
