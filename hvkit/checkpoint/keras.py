@@ -26,9 +26,9 @@ from hvkit.checkpoint.saved_object import (
 from hvkit.frameworks.keras import buffers
 from hvkit.frameworks.keras.backends import backend_variable, numpy_dtype, outside_graphs
 from hvkit.frameworks.keras.checks import compared_in
+from hvkit.frameworks.keras.divided_state import gathered, unfolded
 from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, ranks_of_scale
-from hvkit.frameworks.keras.partial_state import gathered, unfolded
 from hvkit.random_states import Arrays
 from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.port import Record

@@ -32,7 +32,7 @@ The first two use::
     refusals               updates by other optimizers, and options that suit none
     checks                 do all ranks hold the same weights, and different data?
     buffers                batch norm, and other variables that layers assign
-    sharded                each rank updates the variables that it owns
-    └── partial_state      optimizers of which each rank holds the state of some weights
+    divided_state          optimizers of which each rank holds the state of some weights, and with
+                           ShardedOptimizer updates only these
     backends               the differences between the backends
 """

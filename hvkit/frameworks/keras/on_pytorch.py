@@ -26,11 +26,11 @@ from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import synchronise_batch_norm
 from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.checks import made_trainable
+from hvkit.frameworks.keras.divided_state import ids_of_slots
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.loss_checks import watch_losses
 from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import fit_half, let_leave_out_updates, share_scale
-from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.pytorch import PyTorchPort, buffers
 from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors

@@ -15,10 +15,10 @@ wraps methods of the optimizer, the outermost first::
                                  (apply_at_multiplied_rate)      until the update ends
     apply                        monitor/keras                   measures the gradients that the
                                  (measured)                      update uses
-    build,                       partial_state                   no state for the variables of
+    build,                       divided_state                   no state for the variables of
     add_variable_from_reference                                  other ranks
     _get_current_learning_rate   optimizers (rate)               multiplies the rate
-    _backend_update_step         sharded (update_own)            updates this rank's variables,
+    _backend_update_step         divided_state (update_own)      updates this rank's variables,
                                                                  sends them to all
 
 ``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
@@ -46,15 +46,14 @@ from hvkit.frameworks.keras.collectives.wire import (
     blocked_in_graphs,
     refuse_tf_distribute,
 )
+from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.gradients import averaged_updates
 from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
 from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
-from hvkit.frameworks.keras.partial_state import ids_of_slots
 from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.sharded import TensorFlowSender
 from hvkit.frameworks.keras.weights.around_updates import Updates
 from hvkit.frameworks.keras.weights.parameter_server import ServedModel
 from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper

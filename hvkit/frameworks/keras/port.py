@@ -11,6 +11,12 @@ from keras.src.backend import in_stateless_scope
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.buffers import compared_of
 from hvkit.frameworks.keras.checks import require_same_weights
+from hvkit.frameworks.keras.divided_state import (
+    OptimizerShards,
+    VariableSender,
+    gathered,
+    refuse_joint_updates,
+)
 from hvkit.frameworks.keras.fit import train_uncompiled
 from hvkit.frameworks.keras.initial_state import JoinedModels, has_weights
 from hvkit.frameworks.keras.optimizers import (
@@ -21,9 +27,7 @@ from hvkit.frameworks.keras.optimizers import (
     settings_of,
     updating,
 )
-from hvkit.frameworks.keras.partial_state import gathered
 from hvkit.frameworks.keras.refusals import refuse_optimizers, refuse_other_optimizers
-from hvkit.frameworks.keras.sharded import OptimizerShards, VariableSender, refuse_joint_updates
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import ShardedOptimizer
 from hvkit.sync.fingerprints import warn_of_unlike

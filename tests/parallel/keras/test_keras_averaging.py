@@ -22,7 +22,7 @@ from ranks import error_of, identical
 
 import hvkit
 from hvkit import main_rank
-from hvkit.frameworks.keras.sharded import why_not_by_variable
+from hvkit.frameworks.keras.divided_state import why_not_by_variable
 
 WHOLE_MOMENTUM = hvkit.DeMo(top_k=16, chunk=4, decay=0.0, sign=False)
 

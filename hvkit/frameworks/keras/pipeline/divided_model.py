@@ -23,6 +23,7 @@ from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras import initial_state
 from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
 from hvkit.frameworks.keras.callbacks import Epoch
+from hvkit.frameworks.keras.divided_state import why_not_by_variable
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
@@ -31,7 +32,6 @@ from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.refusals import let_differ
-from hvkit.frameworks.keras.sharded import why_not_by_variable
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.pipeline.stages import Stages

@@ -16,9 +16,9 @@ from keras import ops
 from keras.src.backend import AutocastScope
 
 from hvkit import runtime
+from hvkit.frameworks.keras.divided_state import PartialState
+from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.optimizers import calls_of_apply
-from hvkit.frameworks.keras.partial_state import PartialState
-from hvkit.frameworks.keras.partial_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.pipeline.layer_graph import stage_of
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.pipeline.channel import Channel
