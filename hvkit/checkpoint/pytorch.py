@@ -23,7 +23,7 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.communication.encoding import copied_bytes
 from hvkit.frameworks.pytorch import buffers
-from hvkit.frameworks.pytorch.checks import compared_in
+from hvkit.frameworks.pytorch.fingerprints import compared_in
 from hvkit.frameworks.pytorch.gradients.reducer import is_averaged
 from hvkit.frameworks.pytorch.port import is_distributed_parameter
 from hvkit.frameworks.pytorch.refusals import is_divided, is_in_mesh

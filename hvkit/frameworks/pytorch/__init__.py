@@ -8,8 +8,8 @@
     ├── local_weights      parameters as vectors, optimizers whose steps are counted: for LocalSGD
     ├── divided_state/     each rank holds a part: sharded optimizers, fully_shard
     ├── model_parallel/    models whose parts lie on several ranks
-    ├── checks             compares the ranks while they train
-    ├── fingerprints       of tensors, for checks
+    ├── checks             compares the ranks while they train; gradients that the script changes
+    ├── fingerprints       of tensors, models and optimizers, for checks
     ├── buffers            batch norm over ranks; means and comparisons of other buffers
     ├── step_hooks         calls hvkit's functions around optimizer.step(); adds new parameters
     ├── learning_rate      scaling and warm-up inside optimizer.step(); comparing rates

@@ -6,13 +6,24 @@ do they hold the same weights, and do they compute different gradients?
 
 The report on each step (``gradients/reduction.py``) has checksums of everything else. If these
 differ, the ranks exchange more here, to name the difference in the error.
+
+A script may change gradients between ``backward()`` and ``step()``. Clipping, unscaling and the
+like change them in the same way everywhere, so the weights stay the same on all ranks. With
+different noise on each rank they do not. Ranks compare the gradients that an optimizer uses in its
+first step, and after 1, 2, 4, 8, ... steps. In between they look at the version counters of the
+gradients, which costs next to nothing. They compare again if a rank has changed its gradients in a
+way that is new to it, and after 1, 2, 4, 8, ... steps with changes. Changes through ``data`` or a
+NumPy array do not move the counters. To compare, ranks combine a checksum of the gradients with the
+checksum of the rates. Only if it differs do they send fingerprints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter, sub
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +35,17 @@ from hvkit.communication import collectives
 from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
-from hvkit.frameworks.pytorch.fingerprints import fingerprints_of, unit_of
-from hvkit.frameworks.pytorch.gradients.changed_gradients import NO_CHANGES, Changes
+from hvkit.frameworks.pytorch.fingerprints import (
+    Fingerprints,
+    fingerprints_of,
+    label_of,
+    of_optimizer,
+    of_parameters,
+    rows_of_gradients,
+    unit_of,
+)
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
-from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
@@ -50,7 +66,16 @@ _CHANGED_EARLY = (
     "returned"
 )
 
-_Compared = tuple[list[Compared], list[Rows]]
+
+class Changes(NamedTuple):
+    """How the script has changed gradients after ``backward()``, on one rank or on any."""
+
+    early: bool = False  # before they were averaged
+    changed: bool = False  # after that, and an optimizer has used them
+    new: bool = False  # in a way that has not been compared yet
+
+
+NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
@@ -82,7 +107,7 @@ class Checks:
         every: int | None,
         accumulate: int,
         name: str,
-        learnt: Callable[[], _Compared],
+        learnt: Callable[[], Fingerprints],
         group: Group,
     ) -> None:
         self.group, self.name, self.accumulate = group, name, accumulate
@@ -109,7 +134,7 @@ class Checks:
         return self.steps >= self._next
 
     def label(self, i: int) -> str:
-        return _label(self._labels, i, self.parameters[i])
+        return label_of(self._labels, i, self.parameters[i])
 
     def require_same(self, call: str, note: str, tensors: Mapping[int, torch.Tensor]) -> bool:
         """Whether all ranks hold the same tensors, by index of a parameter; a collective.
@@ -226,9 +251,9 @@ class Checks:
         """Start to exchange fingerprints; call before this rank's gradients become means."""
         if self.handle is not None:  # of a reduction that failed
             self._wire.wait(self.handle)
-        self._compared, rows = _of_parameters(self.parameters, self._labels)
+        self._compared, rows = of_parameters(self.parameters, self._labels)
         for optimizer in self._with_state:
-            for heading, (compared, numbers) in _of_optimizer(optimizer).items():
+            for heading, (compared, numbers) in of_optimizer(optimizer).items():
                 self._compared.append(Compared(heading))
                 # In one row: before the first update, ranks may hold different numbers.
                 text = repr((compared, np.array(numbers).tolist()))
@@ -269,57 +294,101 @@ class Checks:
             self.losses.look(wanted=True)
 
 
-def compared_in(thing: Any, is_averaged: Callable[[torch.Tensor], bool]) -> _Compared:
-    """What must be equal on all ranks in a model or optimizer, and fingerprints; else nothing."""
-    if isinstance(thing, nn.Module):
-        labels: dict[torch.Tensor, str] = {
-            p: f"parameter {name}" for name, p in thing.named_parameters()
-        }
-        return _of_parameters([p for p in labels if is_averaged(p)], labels)
-    if isinstance(thing, Optimizer) and any(map(is_averaged, parameters_of(thing))):
-        entries = _of_optimizer(thing).values()
-        return [c for of, _ in entries for c in of], [row for _, rows in entries for row in rows]
-    return [], []
+# How the gradients of a model have changed: see ``ChangedGradients._kinds``.
+_Kinds = frozenset[Hashable]
+# Sets of kinds that a comparison follows at once. There are few; this bounds what odd scripts cost.
+_MOST_KINDS = 16
+
+_gradient = attrgetter("grad")
+_version: Callable[[object], int] = attrgetter("_version")
 
 
-def _of_parameters(
-    parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
-) -> _Compared:
-    tensors = list(parameters)
-    compared = [Compared(_label(labels, i, p), unit_of(p)) for i, p in enumerate(tensors)]
-    return compared, fingerprints_of(tensors)
+class ChangedGradients:
+    """The changes to the gradients of one model, whose parameters may grow."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        # Whether the script has changed gradients before they were averaged.
+        self.early = False
+        # Fingerprints of gradients that steps have used, by parameter, to be compared.
+        self.used: dict[int, Rows] = {}
+        self._parameters = parameters
+        # Of all gradients, as the last pass or reduction has left them. Not the gradients: whoever
+        # holds one keeps its bucket from being used again.
+        self._identities: list[int] = []
+        self._versions: list[int] = []
+        self._known: set[_Kinds] = set()
+        self._changed = self._new = False
+        self._steps_with_changes = 0
+        self._compares = True
+        # The optimizers whose first step is done.
+        self._stepped: set[int] = set()
+
+    def remember(self) -> None:
+        """Take the gradients as they are now for unchanged."""
+        gradients = list(map(_gradient, self._parameters))
+        self._identities = list(map(id, gradients))
+        self._versions = _versions(gradients)
+
+    def changed(self) -> bool:
+        """Whether the script has changed a gradient since; removing one is no change."""
+        return bool(self._kinds() - {"removed"})
+
+    def use(self, optimizer_index: int, indices: Iterable[int]) -> None:
+        """Note the gradients that a step uses."""
+        if kinds := self._kinds():
+            self._changed = True
+            if kinds not in self._known and len(self._known) < _MOST_KINDS:
+                self._known.add(kinds)
+                self._new = True
+        if not self._compares and optimizer_index in self._stepped:
+            return
+        self._stepped.add(optimizer_index)
+        used = {i: g for i in indices if (g := self._parameters[i].grad) is not None}
+        self.used.update(zip(used, rows_of_gradients(list(used.values())), strict=True))
+
+    def report(self) -> Changes:
+        """This rank's changes since the last reduction."""
+        return Changes(early=self.early, changed=self._changed, new=self._new)
+
+    def checksum(self) -> int:
+        """A number that differs, in all likelihood, if ranks have used different gradients."""
+        if not self.used:
+            return 0
+        rows = [(i, row.tolist()) for i, row in sorted(self.used.items())]
+        return zlib.crc32(repr(rows).encode())
+
+    def reported(self, on_any_rank: Changes, steps: int) -> None:
+        """Decide, as all ranks do, whether the next step's gradients are compared."""
+        self._steps_with_changes += on_any_rank.changed
+        counts = [steps, self._steps_with_changes if on_any_rank.changed else 0]
+        again = on_any_rank.new or any(n.bit_count() == 1 for n in counts)
+        self._compares = again or (self._compares and not self.used)
+        self.used.clear()
+        self.early = self._changed = self._new = False
+
+    def _kinds(self) -> _Kinds:
+        """How gradients have changed: numbers of operations in place, "removed" or "replaced"."""
+        gradients = list(map(_gradient, self._parameters))
+        identities, versions = list(map(id, gradients)), _versions(gradients)
+        if identities == self._identities:
+            if versions == self._versions:
+                return frozenset()
+            return frozenset(map(sub, versions, self._versions)) - {0}
+        then = zip(self._identities, self._versions, strict=True)
+        now = zip(gradients, identities, versions, strict=True)
+        kinds: set[Hashable] = set()
+        # Parameters that have come since are at the end, and have not been averaged yet.
+        for (was, old), (gradient, identity, new) in zip(then, now, strict=False):
+            if was != identity:
+                kinds.add("removed" if gradient is None else "replaced")
+            elif old != new:
+                kinds.add(new - old)
+        return frozenset(kinds)
 
 
-def _label(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Tensor) -> str:
-    return labels.get(parameter) or f"parameter {number} of shape {tuple(parameter.shape)}"
-
-
-def _of_optimizer(optimizer: Optimizer) -> dict[str, _Compared]:
-    """The numbers that an optimizer keeps, by heading."""
-    cls = type(optimizer).__name__
-    values: dict[str, Mapping[str, Any]] = {
-        f"parameter group {g} of {cls}": {k: v for k, v in group.items() if k in optimizer.defaults}
-        for g, group in enumerate(optimizer.param_groups)
-    }
-    if not is_sharded(optimizer):
-        for i, p in enumerate(parameters_of(optimizer)):
-            values[f"the state of {cls} for its parameter {i}"] = optimizer.state.get(p, {})
-    return {heading: _entry(heading, each) for heading, each in values.items()}
-
-
-def _entry(heading: str, values: Mapping[str, Any]) -> _Compared:
-    """For tensors and numbers, and lists of them; other values are not compared."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    numbers: list[tuple[str, float]] = []
-    for key in sorted(values, key=str):
-        value = values[key]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if type(each) in (torch.Tensor, torch.nn.Parameter):
-                tensors.append((key, each))
-            elif isinstance(each, int | float):
-                numbers.append((key, float(each)))
-    compared = [Compared(f"{key} in {heading}", unit_of(tensor)) for key, tensor in tensors]
-    compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
-    rows = fingerprints_of([tensor for _, tensor in tensors])
-    rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
-    return compared, rows
+def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:
+    try:
+        return list(map(_version, gradients))
+    # None has none, and nor have tensors that inference mode has made.
+    except (AttributeError, RuntimeError):
+        return [-1 if g is None or g.is_inference() else g._version for g in gradients]

@@ -1,5 +1,7 @@
 """Computes the fingerprints of PyTorch's tensors (``hvkit.sync.fingerprints``) on their devices.
 
+They are of single tensors, or of all that a model or an optimizer holds.
+
 On a CPU each tensor is read once. A GPU takes few kernels for all tensors together.
 """
 
@@ -7,15 +9,79 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from hvkit.frameworks.pytorch.divided_state.sharded import is_sharded
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.sync import fingerprints
-from hvkit.sync.fingerprints import BLOCK, PRIME, Rows
+from hvkit.sync.fingerprints import BLOCK, PRIME, Compared, Rows
+
+Fingerprints = tuple[list[Compared], list[Rows]]
+"""Names of tensors or numbers, and a fingerprint of each."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def compared_in(thing: Any, is_averaged: Callable[[torch.Tensor], bool]) -> Fingerprints:
+    """What must be equal on all ranks in a model or optimizer, and fingerprints; else nothing."""
+    if isinstance(thing, nn.Module):
+        labels: dict[torch.Tensor, str] = {
+            p: f"parameter {name}" for name, p in thing.named_parameters()
+        }
+        return of_parameters([p for p in labels if is_averaged(p)], labels)
+    if isinstance(thing, Optimizer) and any(map(is_averaged, parameters_of(thing))):
+        entries = of_optimizer(thing).values()
+        return [c for of, _ in entries for c in of], [row for _, rows in entries for row in rows]
+    return [], []
+
+
+def of_parameters(
+    parameters: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]
+) -> Fingerprints:
+    tensors = list(parameters)
+    compared = [Compared(label_of(labels, i, p), unit_of(p)) for i, p in enumerate(tensors)]
+    return compared, fingerprints_of(tensors)
+
+
+def label_of(labels: Mapping[torch.Tensor, str], number: int, parameter: torch.Tensor) -> str:
+    return labels.get(parameter) or f"parameter {number} of shape {tuple(parameter.shape)}"
+
+
+def of_optimizer(optimizer: Optimizer) -> dict[str, Fingerprints]:
+    """The numbers that an optimizer keeps, by heading."""
+    cls = type(optimizer).__name__
+    values: dict[str, Mapping[str, Any]] = {
+        f"parameter group {g} of {cls}": {k: v for k, v in group.items() if k in optimizer.defaults}
+        for g, group in enumerate(optimizer.param_groups)
+    }
+    if not is_sharded(optimizer):
+        for i, p in enumerate(parameters_of(optimizer)):
+            values[f"the state of {cls} for its parameter {i}"] = optimizer.state.get(p, {})
+    return {heading: _entry(heading, each) for heading, each in values.items()}
+
+
+def _entry(heading: str, values: Mapping[str, Any]) -> Fingerprints:
+    """For tensors and numbers, and lists of them; other values are not compared."""
+    tensors: list[tuple[str, torch.Tensor]] = []
+    numbers: list[tuple[str, float]] = []
+    for key in sorted(values, key=str):
+        value = values[key]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if type(each) in (torch.Tensor, torch.nn.Parameter):
+                tensors.append((key, each))
+            elif isinstance(each, int | float):
+                numbers.append((key, float(each)))
+    compared = [Compared(f"{key} in {heading}", unit_of(tensor)) for key, tensor in tensors]
+    compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
+    rows = fingerprints_of([tensor for _, tensor in tensors])
+    rows += [fingerprints.fingerprint(np.array(number)) for _, number in numbers]
+    return compared, rows
 
 
 def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:

@@ -17,7 +17,7 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.frameworks.pytorch.gradients import changed_gradients
+from hvkit.frameworks.pytorch import checks
 
 
 def sgd(parameters):
@@ -164,9 +164,9 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_that_are_the_same_on_all_ranks_are_compared_rarely(name, monkeypatch):
     compared = []
-    rows = changed_gradients.rows_of_gradients
+    rows = checks.rows_of_gradients
     monkeypatch.setattr(
-        changed_gradients, "rows_of_gradients", lambda g: (compared.append(len(g)), rows(g))[1]
+        checks, "rows_of_gradients", lambda g: (compared.append(len(g)), rows(g))[1]
     )
     model, optimizer = distributed(sgd)
     train(model, optimizer, local(regression(steps=20)), CHANGES[name])

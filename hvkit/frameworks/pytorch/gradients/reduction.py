@@ -4,8 +4,8 @@ Graphs may differ between ranks and from step to step. Every rank therefore send
 time, with zeros where it has no gradient. A report at the end of the last bucket has a few numbers
 of each rank: which gradients it has, whether one of them is sparse or has changed after its bucket
 was sent, how many steps it has done, a checksum of its learning rates, one of its losses' shapes
-(``loss_counts.py``), and how the script has changed gradients (``changed_gradients.py``). All ranks
-read the mean of the reports, and so make the same decisions and get the same gradients.
+(``loss_counts.py``), and how the script has changed gradients (``checks.py``). All ranks read the
+mean of the reports, and so make the same decisions and get the same gradients.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from numpy.typing import NDArray
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
-from hvkit.frameworks.pytorch.checks import Checks, Disagreement
+from hvkit.frameworks.pytorch.checks import (
+    NO_CHANGES,
+    ChangedGradients,
+    Changes,
+    Checks,
+    Disagreement,
+)
 from hvkit.frameworks.pytorch.collectives import ops
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, StepReport
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, average_rows
-from hvkit.frameworks.pytorch.gradients.changed_gradients import (
-    NO_CHANGES,
-    ChangedGradients,
-    Changes,
-)
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
 from hvkit.strategies.strategy import Averaging
