@@ -49,8 +49,7 @@ from hvkit.frameworks.keras.collectives.wire import (
 from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
 from hvkit.frameworks.keras.fit import share_results
 from hvkit.frameworks.keras.gradients import averaged_updates
-from hvkit.frameworks.keras.gradients.averager import GradientAverager, keeper_of
-from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
+from hvkit.frameworks.keras.gradients.averager import GradientAverager, SampleCounts, keeper_of
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
 from hvkit.frameworks.keras.port import KerasPort

@@ -3,7 +3,7 @@
 ::
 
     averaged_updates       averaging in optimizer.apply; updates that all ranks leave out
-    averager               the mean of a list of gradients
-    ├── sample_counts      sums over ranks for loss_means, and the rows of each step
+    averager               the mean of a list of gradients; the rows of each step, and sums over
+                           ranks for loss_means
     └── sparse             row-sparse gradients
 """

@@ -11,11 +11,13 @@ exchange when the first gradient is there, and it runs while backward computes t
 Of variables that an update overwrites with their gradient, ranks use the largest, not the mean.
 
 With that exchange ranks add up the rows of their batches. Where these differ, a rank's gradients
-are weighted by its rows (``loss_means``).
+are weighted by its rows (``loss_means``). ``SampleCounts`` counts them, and adds up over ranks how
+many samples, tokens or weights their losses are means over.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -35,12 +37,14 @@ from hvkit.frameworks.keras.collectives.wire import (
     Wire,
     as_one,
     graph_counter,
+    nothing,
+    run_python,
     values_of,
     widened,
 )
-from hvkit.frameworks.keras.gradients.sample_counts import SampleCounts
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
+from hvkit.main_rank import warn_once
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import Arrays, CompressionKeeper, CompressionState
 from hvkit.watch.calls import call, waiting_for_all_ranks
@@ -344,3 +348,96 @@ def _of_known_shape(gradient: Any, variable: Any) -> Any:
 
 def _bytes(tensor: tf.Tensor) -> int:
     return int(np.prod(tensor.shape.as_list() or [1])) * int(tensor.dtype.size)
+
+
+class SampleCounts:
+    """The counts of a model's steps; it is a ``hvkit.frameworks.keras.loss_means.StepTotals``."""
+
+    def __init__(self, name: str, group: Group | None = None, accumulates: bool = False) -> None:
+        self.even: Callable[[], bool] = lambda: False  # rows travel with other numbers anyway
+        self._name = name
+        self._group = group
+        self._wire = Wire("checks", group)
+        self._accumulated: Any = None
+        if accumulates:
+            self._accumulated = graph_counter()
+        # Functions of the script's may be traced in one step, and run in all.
+        self._rows = graph_counter()
+        # Which comparisons have been made.
+        self._reported: dict[str, Any] = {}
+        self._noted: list[np.ndarray[Any, Any]] = []
+
+    @functools.cached_property
+    def _wait(self) -> GraphWait:
+        """Made for the first loss with a count of its own: each costs the watcher time."""
+        return GraphWait(self._name, "fit", self._group)
+
+    @property
+    def rows(self) -> tf.Tensor:
+        """The rows of the step under way, an int32 scalar; 0 outside of steps."""
+        with tf.device("CPU:0"):
+            return self._rows + 0
+
+    def begin(self, rows_of: tf.Tensor, final: bool = True) -> None:
+        with tf.control_dependencies([rows_of]), tf.device("CPU:0"):
+            rows = tf.identity(tf.shape(rows_of)[0])  # not before the data are there
+            if self._accumulated is not None:
+                self._accumulated.assign_add(rows - self._rows)
+            self._rows.assign(rows)
+
+    def end(self) -> None:
+        with tf.device("CPU:0"):
+            self._rows.assign(0)
+
+    def take_accumulated(self) -> tf.Tensor:
+        if self._accumulated is None:
+            return tf.constant(0)
+        rows = self._accumulated + 0
+        with tf.control_dependencies([rows]):
+            self._accumulated.assign(0)
+        return rows
+
+    def of(self, count: tf.Tensor | None, number: int) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.device("CPU:0"):
+            rows = tf.cast(self.rows, tf.float64)
+            sent = tf.stack([rows, tf.zeros_like(rows) if count is None else count])
+            name = f"{self._name}.{number}"
+            total = self._wait.around(sent, lambda numbers: self._wire.sum(numbers, name))
+        return tf.math.divide_no_nan(total[0], rows), total[1]
+
+    def start(self, count: tf.Tensor, number: int) -> bool:
+        """Not on TensorFlow, where counts travel while the model computes."""
+        return False
+
+    def once(self, key: str, values: Sequence[tf.Tensor], report: Callable[..., None]) -> None:
+        if key not in self._reported:
+            self._reported[key] = graph_counter(False)
+        done = self._reported[key]
+
+        def compare() -> tf.Tensor:
+            done.assign(True)
+            return run_python(report, values)
+
+        tf.cond(done, nothing, compare)
+
+    def note(self, numbers: Sequence[Any]) -> None:
+        row = tf.stack([tf.cast(each, tf.float64) for each in numbers])
+        run_python(lambda row: self._noted.append(row), [row])  # ``noted`` replaces the list
+
+    def noted(self) -> list[np.ndarray[Any, Any]]:
+        noted, self._noted = self._noted, []
+        return noted
+
+    def warn_if(self, uneven: tf.Tensor) -> None:
+        """Warn that ranks had other numbers of rows while they accumulated gradients."""
+
+        def warn() -> None:
+            warn_once(
+                f"uneven {self._name}",
+                "ranks had batches of different sizes in steps whose gradients Keras accumulates "
+                "(gradient_accumulation_steps): the gradients of all ranks have equal weights, "
+                "which is not the mean over samples; give every rank batches of one size",
+                self._group,
+            )
+
+        tf.cond(uneven, lambda: run_python(warn), nothing)
