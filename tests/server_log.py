@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvkit.parameter_server.server import PUSH, Server
 from hvkit.strategies import parameter_server
 from hvkit.strategies.parameter_server import ServedWeights
+from hvkit.sync.parameter_server_thread import PUSH, Server
 
 
 class Update(NamedTuple):

@@ -169,6 +169,6 @@ class Queue:
         With 0 ``batches`` it only returns the number of the batch that is taken next.
         """
         # Imported here, since only ranks with a parameter server need it.
-        from hvkit.parameter_server.client import take_batch
+        from hvkit.sync.parameter_server_client import take_batch
 
         return take_batch(self._number, iteration, batches)

@@ -1,7 +1,8 @@
 """Asynchronous training with a parameter server that bounds staleness.
 
 A script chooses ``ParameterServer``. ``ServedWeights`` and ``Attendance`` are the server's
-arithmetic on NumPy vectors; ``hvkit/parameter_server/server.py`` sends and receives the messages.
+arithmetic on NumPy vectors; ``hvkit/sync/parameter_server_thread.py`` sends and receives the
+messages.
 """
 
 from __future__ import annotations

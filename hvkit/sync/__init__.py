@@ -8,6 +8,8 @@
     └── agreements         exchanges of an agreement, a strategy's state, comparisons of ranks
     compression_state      the state of a compression: residuals
     local_weights          local weights, as a port shows them, around each step; hvkit.settled
+    parameter_server_client  exchanges a model's weights with a parameter server after each step
+    parameter_server_thread  the server: a thread on rank 0
     fingerprints           whether all ranks hold the same weights and buffers
     nonfinite              the sentence about gradients that are NaN or infinite
 """

@@ -49,7 +49,7 @@ def test_a_class_name_means_one_thing():
     """The core and the modules for two frameworks may name alike what is alike."""
     found = {}
     for file in sorted((ROOT / "hvkit").rglob("*.py")):
-        place = re.search(r"pytorch|keras|hvkit/(sync|parameter_server|pipeline)/", str(file))
+        place = re.search(r"pytorch|keras|hvkit/(sync|pipeline)/", str(file))
         for node in statements_in(tree_of(file)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(place and place[0])
@@ -57,9 +57,7 @@ def test_a_class_name_means_one_thing():
     assert [n for n, of in several.items() if None in of or len(set(of)) < len(of)] == []
 
 
-@pytest.mark.parametrize(
-    "folder", ["sync", "parameter_server", "pipeline", "strategies", "compression"]
-)
+@pytest.mark.parametrize("folder", ["sync", "pipeline", "strategies", "compression"])
 def test_what_all_frameworks_share_imports_none(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):
         for node in imports_in(file):

@@ -48,9 +48,9 @@ from hvkit.frameworks.pytorch.optimizers import (
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks, attach, follow_groups
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
-from hvkit.parameter_server.worker import ServerKeeper
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
+from hvkit.sync.parameter_server_client import ServerKeeper
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
 from hvkit.sync.rounds import RoundKeeper
 

@@ -3,7 +3,7 @@
 ::
 
     rounds                 ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``
-    parameter_server       exchanges weights after each update, by ``hvkit.parameter_server.worker``
+    parameter_server       exchanges weights with a parameter server after each update
     around_updates         code around an optimizer's updates
     updated_variables      variables that an optimizer updates together; functions of their values
     variables              a model's weights as vectors, by number

@@ -1,8 +1,8 @@
 """Exchanges the weights of a Keras model with a parameter server, after each update.
 
 Inside a graph the exchange is a NumPy function: its inputs are the variables' values after the
-update, its results the values to go on with. ``hvkit.parameter_server.worker`` does the rest. An
-update that a ``LossScaleOptimizer`` skips counts as one without a change.
+update, its results the values to go on with. ``hvkit.sync.parameter_server_client`` does the
+rest. An update that a ``LossScaleOptimizer`` skips counts as one without a change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvkit.frameworks.keras.collectives.wire import nothing
 from hvkit.frameworks.keras.weights.around_updates import Updates, UpdatesKeeper
 from hvkit.frameworks.keras.weights.updated_variables import UpdatedVariables
 from hvkit.frameworks.keras.weights.variables import Array
-from hvkit.parameter_server.worker import ServerKeeper
+from hvkit.sync.parameter_server_client import ServerKeeper
 
 # Prefix, in a checkpoint, of the counts of calls of ``apply``.
 _CALLS = "calls."

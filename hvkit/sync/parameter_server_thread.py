@@ -1,8 +1,9 @@
 """The parameter server: a thread on rank 0 that holds the weights and answers the other ranks.
 
-``hvkit.strategies.parameter_server`` decides which ranks may continue, ``client`` sends the
-requests. A rank sends one at a time and waits for its answer; rank 0 calls the server directly. The
-tag of a message holds its kind and the number of the model, so messages hold nothing but values.
+``hvkit.strategies.parameter_server`` decides which ranks may continue, ``parameter_server_client``
+sends the requests. A rank sends one at a time and waits for its answer; rank 0 calls the server
+directly. The tag of a message holds its kind and the number of the model, so messages hold nothing
+but values.
 """
 
 from __future__ import annotations
