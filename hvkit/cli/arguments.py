@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvkit.launching.allocation import Allocation, allocation
-from hvkit.launching.hostfile import read_hostfile
-from hvkit.launching.hosts import Host, read_hosts_option
+from hvkit.launching.hosts import Host, read_hostfile, read_hosts_option
 from hvkit.launching.prepare import NUMBER_OF_RANKS, Request
 
 _LOST_AFTER = Request.lost_after

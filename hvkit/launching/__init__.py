@@ -4,8 +4,7 @@
 
     cli                         parses the arguments into a request, and finds the hosts:
     ├── rank_command            puts this Python before a script; whether a host can start it
-    ├── hosts                   -H, host names and addresses
-    ├── hostfile                a file of hosts
+    ├── hosts                   -H, a file of hosts, host names and addresses
     └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes
     sagemaker                   on all hosts but the first of such a job: waits for its end
     start                       from the request to an exit status; decides about restarts

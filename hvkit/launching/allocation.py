@@ -17,8 +17,7 @@ from typing import Any
 from hvkit.errors import HostfileError, LaunchError
 from hvkit.host.hardware import gpus as gpus_here
 from hvkit.host.system import run
-from hvkit.launching.hostfile import read_hostfile
-from hvkit.launching.hosts import Host, count, host_name, shown
+from hvkit.launching.hosts import Host, count, host_name, read_hostfile, shown
 
 SLURM = "Slurm"
 SAGEMAKER = "SageMaker"

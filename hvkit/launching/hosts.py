@@ -1,26 +1,18 @@
-"""Hosts and their slots: host names and addresses, and the list of ``-H``.
+"""Hosts and their slots: hostfiles, the list of ``-H``, host names and addresses.
 
-``hvkit.launching.hostfile`` reads whole files with the functions of this module. Ambiguous input is
-rejected. Errors about a word do not say where it stands; the reader of the file or list adds that.
+Hostfiles have Open MPI's form (``node1 slots=4``) or MPICH's (``node1:4``). Ambiguous input is
+rejected with ``hvkit.errors.HostfileError``, which names file and line, or the position in the
+list.
 """
 
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from hvkit.errors import HostfileError, UsageError
-
-# A label as in RFC 1123, and with underscores: names of containers have them, and resolvers and
-# launchers accept them.
-_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
-_LONGEST_NAME = 253
-# The users that Open MPI reads right. It cuts a user with a dot off and takes the start for the
-# host.
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-# Open MPI counts in 32 bits and overflows silently. No host has this many slots.
-_MOST_SLOTS = 65_535
-_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -34,13 +26,164 @@ class Host:
     user: str | None = None  # for ssh; None for the user of this process
 
 
+_Form = Literal["Open MPI's", "MPICH's"]
+_OPEN_MPI: _Form = "Open MPI's"
+_MPICH: _Form = "MPICH's"
+
+# A file larger than any cluster needs is some other file.
+_MOST_BYTES = 16 * 2**20
+
+# The white space of Open MPI's reader. Python's own has more, such as the no-break space.
+_SPACE = " \t\v\f"
+_EQUALS = re.compile(rf"[{_SPACE}]*=[{_SPACE}]*")
+_KEYWORDS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots"}
+
+# A label as in RFC 1123, and with underscores: names of containers have them, and resolvers and
+# launchers accept them.
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+_LONGEST_NAME = 253
+# The users that Open MPI reads right. It cuts a user with a dot off and takes the start for the
+# host.
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+# Open MPI counts in 32 bits and overflows silently. No host has this many slots.
+_MOST_SLOTS = 65_535
+_LONGEST_SHOWN = 60
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file, in their order; errors name file and line."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise HostfileError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise HostfileError(f"{path}: is not a hostfile: larger than {_MOST_BYTES >> 20} MiB")
+    return parse_hostfile(_decoded(data, str(path)), str(path))
+
+
+def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
+    """The hosts in a hostfile's text; ``name`` is the file's, for errors.
+
+    The first line that is not a bare name decides on the form of the file: ``node1 slots=4`` is
+    Open MPI's, ``node1:4`` is MPICH's. In a file of MPICH's form a bare name has one slot.
+    """
+    hosts: dict[str, Host] = {}
+    first: tuple[str, _Form] | None = None
+    for number, line in enumerate(text.split("\n"), start=1):
+        position = f"line {number}"
+        try:
+            found = _read_line(line.removesuffix("\r"))
+        except HostfileError as error:
+            raise HostfileError(f"{name}: {position}: {error}") from None
+        if found is None:
+            continue
+        hosts[position], form = found
+        if form is None:
+            continue
+        first = first or (position, form)
+        if form != first[1]:
+            raise HostfileError(
+                f"{name}: {position}: is in {form} form but {first[0]} is in {first[1]}: "
+                "use `node1 slots=4` or `node1:4` throughout"
+            )
+    if not hosts:
+        raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
+    if first is not None and first[1] == _MPICH:
+        hosts = {at: replace(host, slots=host.slots or 1) for at, host in hosts.items()}
+    return _distinct(hosts, name)
+
+
+def _read_line(text: str) -> tuple[Host, _Form | None] | None:
+    """The host of a line, and the form of the line; ``None`` if it is blank or a comment.
+
+    A bare name has no form: both have it.
+    """
+    content = text.partition("#")[0].strip(_SPACE)
+    if not content:
+        return None
+    first, *words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
+    if "=" in first:
+        raise HostfileError(f"a line starts with a host, got {shown(first)}")
+    name, user, slots = _host_word(first)
+    if slots is not None:
+        return _in_mpichs_form(name, user, slots, words), _MPICH
+    return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
+
+
+def _in_mpichs_form(name: str, user: str | None, slots: str, words: list[str]) -> Host:
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword in _KEYWORDS:
+            raise HostfileError(
+                f"{shown(word)} is Open MPI's form, but the slots after the host's colon are "
+                "MPICH's: use one form"
+            )
+        if keyword != "user" or not equals:
+            raise HostfileError(
+                f"{shown(word)} is not supported after host:slots: of MPICH's options for a host, "
+                "hvkit reads user= only"
+            )
+        if user is not None:
+            raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
+        _, user, _ = _host_word(f"{value}@{name}")
+    return Host(name, count(slots, "slots"), user)
+
+
+def _open_mpis_slots(words: list[str]) -> int | None:
+    numbers: dict[str, int] = {}
+    for word in words:
+        keyword, equals, value = word.partition("=")
+        if keyword not in _KEYWORDS or not equals:
+            raise HostfileError(
+                f"only slots=N and max_slots=N may follow the host, got {shown(word)}: a user goes "
+                "before it, user@host, and a port into ~/.ssh/config"
+            )
+        kept = _KEYWORDS[keyword]
+        if kept in numbers:
+            raise HostfileError(f"{kept} is set twice: keep one")
+        numbers[kept] = count(value, kept)
+    most = numbers.get("max_slots")
+    # As in Open MPI, max_slots without slots sets the slots, too.
+    slots = numbers.get("slots", most)
+    if slots is not None and most is not None and most < slots:
+        raise HostfileError(f"max_slots must not be less than slots, got {most} for {slots} slots")
+    return slots
+
+
+def _decoded(data: bytes, name: str) -> str:
+    at, problem = data.find(b"\0"), "is not text: it has a zero byte"
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if at < 0:
+            at = error.start
+            problem = f"is not UTF-8 text: it has the byte 0x{data[at]:02x}"
+    if at >= 0:
+        number = data.count(b"\n", 0, at) + 1
+        raise HostfileError(f"{name}: line {number}: {problem}")
+    return text
+
+
 def read_hosts_option(text: str) -> tuple[Host, ...]:
     """The hosts of ``-H node1:2,node2:2``, the list that mpirun and horovodrun take.
 
     A host without ``:slots`` has one slot. IPv6 addresses need brackets: ``[fd00::1]:2``.
     """
     words = {f"host {number}": word for number, word in enumerate(text.split(","), start=1)}
-    return distinct({at: _host_of_option(word.strip(" "), at) for at, word in words.items()}, "-H")
+    return _distinct({at: _host_of_option(word.strip(" "), at) for at, word in words.items()}, "-H")
+
+
+def _host_of_option(word: str, position: str) -> Host:
+    try:
+        if not word:
+            raise HostfileError("is empty: write host:slots between the commas")
+        if "=" in word or " " in word:
+            raise HostfileError(f"must be host:slots, got {shown(word)}")
+        name, user, slots = _host_word(word)
+        return Host(name, 1 if slots is None else count(slots, "slots"), user=user)
+    except HostfileError as error:
+        raise HostfileError(f"-H: {position}: {error}") from None
 
 
 def hosts_option(hosts: Sequence[Host]) -> str:
@@ -56,7 +199,7 @@ def hosts_option(hosts: Sequence[Host]) -> str:
     return ",".join(words)
 
 
-def distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
+def _distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
     """The hosts, by their positions in a file or list; raises if one is named twice.
 
     Open MPI accepts such a host only if at most one of its lines has ``slots=``.
@@ -72,7 +215,7 @@ def distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def host_word(word: str) -> tuple[str, str | None, str | None]:
+def _host_word(word: str) -> tuple[str, str | None, str | None]:
     """Host, user and slots of ``[user@]host[:slots]``; the slots are not checked yet.
 
     The host is a name, an IPv4 or an IPv6 address; without brackets in what is returned.
@@ -89,46 +232,6 @@ def host_word(word: str) -> tuple[str, str | None, str | None]:
     return host_name(name), user or None, slots
 
 
-def host_name(name: str) -> str:
-    """The valid host name or address; an IPv6 address in its shortest form."""
-    labels = name.split(".")
-    if ":" in name or labels[-1].isdecimal():
-        return _address(name)
-    if len(name) > _LONGEST_NAME or not all(map(_LABEL.fullmatch, labels)):
-        raise HostfileError(
-            f"{shown(name)} is not a host name: use letters, digits, - and _ in parts of at most "
-            "63 characters between dots; a part must not start or end with -"
-        )
-    return name
-
-
-def count(text: str, keyword: str) -> int:
-    """The positive integer in ``text``, which sets ``keyword``."""
-    digits = text.lstrip("0")
-    if not (text.isascii() and text.isdecimal() and digits):
-        raise HostfileError(f"{keyword} must be a positive integer, got {shown(text)}")
-    if len(digits) > len(str(_MOST_SLOTS)) or int(digits) > _MOST_SLOTS:
-        raise HostfileError(f"{keyword} must be at most {_MOST_SLOTS}, got {shown(text)}")
-    return int(digits)
-
-
-def shown(text: str) -> str:
-    """The text in quotes for an error message, shortened if it is long."""
-    return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")
-
-
-def _host_of_option(word: str, position: str) -> Host:
-    try:
-        if not word:
-            raise HostfileError("is empty: write host:slots between the commas")
-        if "=" in word or " " in word:
-            raise HostfileError(f"must be host:slots, got {shown(word)}")
-        name, user, slots = host_word(word)
-        return Host(name, 1 if slots is None else count(slots, "slots"), user=user)
-    except HostfileError as error:
-        raise HostfileError(f"-H: {position}: {error}") from None
-
-
 def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
     """The host and the text of the slots in the part after the user."""
     if name_and_slots.startswith("["):
@@ -142,6 +245,19 @@ def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
         name, _, slots = name_and_slots.partition(":")
         return name, slots
     return name_and_slots, None
+
+
+def host_name(name: str) -> str:
+    """The valid host name or address; an IPv6 address in its shortest form."""
+    labels = name.split(".")
+    if ":" in name or labels[-1].isdecimal():
+        return _address(name)
+    if len(name) > _LONGEST_NAME or not all(map(_LABEL.fullmatch, labels)):
+        raise HostfileError(
+            f"{shown(name)} is not a host name: use letters, digits, - and _ in parts of at most "
+            "63 characters between dots; a part must not start or end with -"
+        )
+    return name
 
 
 def _address(name: str) -> str:
@@ -161,3 +277,18 @@ def _address(name: str) -> str:
             "the host's name"
         )
     return str(address)
+
+
+def count(text: str, keyword: str) -> int:
+    """The positive integer in ``text``, which sets ``keyword``."""
+    digits = text.lstrip("0")
+    if not (text.isascii() and text.isdecimal() and digits):
+        raise HostfileError(f"{keyword} must be a positive integer, got {shown(text)}")
+    if len(digits) > len(str(_MOST_SLOTS)) or int(digits) > _MOST_SLOTS:
+        raise HostfileError(f"{keyword} must be at most {_MOST_SLOTS}, got {shown(text)}")
+    return int(digits)
+
+
+def shown(text: str) -> str:
+    """The text in quotes for an error message, shortened if it is long."""
+    return repr(text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "...")

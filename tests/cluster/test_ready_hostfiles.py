@@ -9,7 +9,7 @@ import pytest
 from cases import cases
 from rig import Rig
 
-from hvkit.launching.hostfile import read_hostfile
+from hvkit.launching.hosts import read_hostfile
 
 _READY = sorted((Path(__file__).parents[2] / "hostfiles").iterdir())
 _BIN = Path(sys.executable).parent

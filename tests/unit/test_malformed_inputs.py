@@ -26,8 +26,7 @@ from hvkit.communication.encoding import decode, encode
 from hvkit.connections import ConnectionLost, connect, frame
 from hvkit.errors import HostfileError, HvkitError, LaunchError
 from hvkit.launching.allocation import allocation
-from hvkit.launching.hostfile import parse_hostfile, read_hostfile
-from hvkit.launching.hosts import read_hosts_option
+from hvkit.launching.hosts import parse_hostfile, read_hostfile, read_hosts_option
 from hvkit.launching.supervision import protocol
 from hvkit.launching.supervision.protocol import AgentConnection, Frame
 from hvkit.launching.supervision.rank_output import Style

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvkit.errors import HostfileError, LaunchError
-from hvkit.launching.hostfile import parse_hostfile
-from hvkit.launching.hosts import Host, hosts_option, read_hosts_option
+from hvkit.launching.hosts import Host, hosts_option, parse_hostfile, read_hosts_option
 
 
 def read_file(text):

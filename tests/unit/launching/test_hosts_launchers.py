@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from horovod.runner.common.util import hosts as horovodrun
 
-from hvkit.launching.hostfile import read_hostfile
-from hvkit.launching.hosts import hosts_option
+from hvkit.launching.hosts import hosts_option, read_hostfile
 
 READY = sorted((Path(__file__).parents[3] / "hostfiles").iterdir())
 NODE = re.compile(r"Data for node: (\S+).*?Num slots allocated: (\d+)", re.S)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvkit.errors import HostfileError
-from hvkit.launching.hostfile import parse_hostfile, read_hostfile
-from hvkit.launching.hosts import Host
+from hvkit.launching.hosts import Host, parse_hostfile, read_hostfile
 
 
 @pytest.mark.parametrize(
