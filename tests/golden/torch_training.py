@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from trainings import STEPS, data, start
 
 import hvkit
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch import torch_distributed
 
 
 class Training:
@@ -48,4 +48,4 @@ class Training:
 
 def clean_up():
     """Leave no ``torch.distributed``, which other strategies would count as another library's."""
-    process_group.stop()
+    torch_distributed.stop()

@@ -15,6 +15,7 @@
     ├── learning_rate      scaling and warm-up inside optimizer.step(); comparing rates
     ├── optimizers         names of tensors; parent classes, wrappers, GradScaler: unusual steps
     ├── refusals           other wrappers, optimizers and modules; what cannot be divided
+    ├── torch_distributed  torch.distributed between Horovod's ranks: groups, messages of pipelines
     └── collectives/       tensors to the other ranks and back; operations for compressions
 """
 

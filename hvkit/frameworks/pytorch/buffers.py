@@ -26,7 +26,7 @@ from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
 from hvkit.frameworks.pytorch.optimizers import named_in
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
-from hvkit.sync.nonfinite import kept_statistics
+from hvkit.sync.port import kept_statistics
 from hvkit.watch.calls import call
 
 

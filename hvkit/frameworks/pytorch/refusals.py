@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvkit import runtime
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.optimizers import (
     is_left_to_rank,
     optimizers_in_attributes,
@@ -113,7 +113,7 @@ def processes_of_torch_distributed() -> int:
     """The number of processes of ``torch.distributed``; 1 if only hvkit has started it."""
     distributed = torch.distributed
     initialised = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if initialised and not process_group.started() else 1
+    return distributed.get_world_size() if initialised and not torch_distributed.started() else 1
 
 
 def two_at_once(processes: int) -> str:

@@ -5,8 +5,8 @@ import torch
 from on_ranks import leave_out_of_meshes
 from ranks import shared_folder
 
-from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
+from hvkit.frameworks.pytorch.torch_distributed import start, stop
 
 # The files in which two axes of two ranks each show what one axis does not.
 ON_FOUR = [
@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True, scope="module")
 def torch_distributed():
     """Other tests run without it."""
-    process_group.start()
+    start()
     yield
-    process_group.stop()
+    stop()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.torch_distributed import stop
 
 
 @pytest.fixture(autouse=True)
@@ -13,4 +13,4 @@ def _seeded():
 def torch_distributed():
     """For a module whose tests start ``torch.distributed``: other tests run without it."""
     yield
-    process_group.stop()
+    stop()

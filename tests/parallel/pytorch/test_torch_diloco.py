@@ -19,7 +19,7 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.sync.distributed_objects import keepers_of
+from hvkit.sync.port import keepers_of
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])

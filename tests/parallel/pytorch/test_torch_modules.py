@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch_nets import arrays, local, raised_everywhere, regression
 
 import hvkit
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch.torch_distributed import stop
 
 pytestmark = pytest.mark.two_ranks
 
@@ -64,7 +64,7 @@ def state(models):
 @pytest.fixture
 def torch_distributed():
     yield
-    process_group.stop()
+    stop()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch_nets import (
 from torch_nets import distributed as distributed_model
 
 import hvkit
-from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import skipped_steps
 from hvkit.watch import calls
 
 

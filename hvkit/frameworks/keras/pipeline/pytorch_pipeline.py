@@ -24,13 +24,11 @@ from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
-from hvkit.frameworks.pytorch import PyTorchPort
-from hvkit.frameworks.pytorch.divided_state import process_group
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
+from hvkit.frameworks.pytorch import PyTorchPort, torch_distributed
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.channel import Channel
-from hvkit.sync.distributed_objects import record
-from hvkit.sync.port import Keeper, Record
+from hvkit.sync.port import Keeper, Record, record
 
 
 class PyTorchTensors(Tensors):
@@ -39,7 +37,7 @@ class PyTorchTensors(Tensors):
         if sends_from_host(device):
             return MailboxChannel(mesh.position.members("pipeline"), name)
         return TorchChannel(
-            process_group.group_of(tuple(rows(mesh.mesh, "pipeline"))), device, name
+            torch_distributed.group_of(tuple(rows(mesh.mesh, "pipeline"))), device, name
         )
 
     def tracer(self) -> str:

@@ -2,8 +2,7 @@
 
 ::
 
-    sharded                the optimizer's: each rank updates the parameters it owns, and sends them
-    └── trials             whether an optimizer can be divided, tried on a few small parameters
-    fully_shard            weights, gradients and state, by PyTorch's fully_shard
-    └── process_group      torch.distributed between Horovod's ranks
+    sharded          the optimizer's: each rank updates the parameters it owns, and sends them
+    └── trials       whether an optimizer can be divided, tried on a few small parameters
+    fully_shard      weights, gradients and state, by PyTorch's fully_shard
 """

@@ -25,9 +25,9 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.group import all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
+from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.collectives.wire import Wire
-from hvkit.frameworks.pytorch.divided_state import process_group
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
@@ -35,11 +35,11 @@ from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates, rates_of, 
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
 from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import Mesh, MeshPosition
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
@@ -72,8 +72,8 @@ class DividedModels(ModelState):
         name: str,
         statistics: RunningStatistics | None,
     ) -> None:
-        process_group.require_gpus_of_their_own()
-        process_group.start()
+        torch_distributed.require_gpus_of_their_own()
+        torch_distributed.start()
         models = list(map(plain, models))
         self._name = name
         self._checks = Wire("checks")
@@ -95,7 +95,7 @@ class DividedModels(ModelState):
         slicings = {name: Slicing.of(p) for name, p in after.items()}
         # Each rank is a whole pipeline, and rank 0 gets the full state.
         this_rank = (runtime.rank(),)
-        alone = process_group.subgroup_of(this_rank, this_rank)
+        alone = torch_distributed.subgroup_of(this_rank, this_rank)
         links = TorchChannel(alone, self._device, name)
         super().__init__(
             together,

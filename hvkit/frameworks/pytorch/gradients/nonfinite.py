@@ -21,7 +21,7 @@ from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import parameters_of, refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import Feature, HiddenGradients, Order, UpdateHooks
 from hvkit.log import logger
-from hvkit.sync.nonfinite import describe, skipped_steps
+from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -107,7 +107,9 @@ class NonFinite:
         named = [[label(i).removeprefix("parameter ") for i in indices] for indices in by_rank]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
         if any(by_rank):
-            self._text = f"step {of_run(step)}{of_model}: {describe(named, self._group.members)}"
+            self._text = (
+                f"step {of_run(step)}{of_model}: {describe_nonfinite(named, self._group.members)}"
+            )
         elif not self._text:
             self._text = (
                 f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "

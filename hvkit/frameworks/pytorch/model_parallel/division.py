@@ -23,7 +23,6 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     plan_stages,
     ranks_of_stages,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     STAGES_PER_RANK,
     V_SHAPED,
@@ -37,6 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     with_vocabularies_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
 from hvkit.wording import shortened

@@ -27,10 +27,10 @@ from hvkit import runtime
 from hvkit.errors import ranks_text
 from hvkit.frameworks.pytorch.divided_state.trials import copied
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.host.hardware import free_memory
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions

@@ -26,7 +26,6 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.nonfinite import skip_steps
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.slices import as_plain, local_part
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     note_change,
@@ -35,8 +34,9 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
 )
 from hvkit.frameworks.pytorch.optimizers import stepping_in
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.log import logger
-from hvkit.sync.nonfinite import describe, skipped_steps
+from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.transport.traffic import count, of_allreduce
 from hvkit.watch.calls import call, of_run, translated, waiting
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -326,7 +326,7 @@ class NonFiniteInMesh:
             if self._statistics is not None:
                 self._statistics.keep()
             return False
-        found = describe(clipped if any(clipped) else now)
+        found = describe_nonfinite(clipped if any(clipped) else now)
         text = f"step {of_run(self._steps)}: {found}"
         if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {text}"), 0)

@@ -22,7 +22,6 @@ from hvkit.frameworks.pytorch.divided_state.sharded import (
     part_of_state,
     partial_state,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     SavedState,
     SavedTensor,
@@ -35,6 +34,7 @@ from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, local_part
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshPosition
 from hvkit.transport.traffic import count
 from hvkit.watch.calls import call, translated, waiting

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.divided_state.fully_shard import follow
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
@@ -286,7 +286,7 @@ class ParallelModel:
             holders = stages.holders(name)
             if len(holders) > 1:
                 ranks = tuple(links.ranks[each] for each in holders)
-                group = process_group.subgroup_of(links.ranks, ranks)
+                group = torch_distributed.subgroup_of(links.ranks, ranks)
                 if name in own:
                     of_stages[p] = group
         # PyTorch swaps no tensors with weak references, which recurrent layers hold.

@@ -13,17 +13,17 @@ from torch.optim import Optimizer
 
 from hvkit.communication.group import all_ranks
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.pytorch.divided_state import process_group
+from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import (
     checksum_of_rates,
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPIPE
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
 from hvkit.pipeline.channel import refuse_other_batches
 from hvkit.transport.traffic import count, of_allreduce
@@ -35,12 +35,12 @@ class RankGroups:
 
     def __init__(self, options: MeshOptions, device: torch.device, name: str) -> None:
         if options.mesh.shard > 1 or options.schedule != GPIPE:
-            process_group.require_gpus_of_their_own()
+            torch_distributed.require_gpus_of_their_own()
         lengths = tuple(getattr(options.mesh, axis) for axis in AXES)
-        self.axes = process_group.device_mesh(device.type, lengths, AXES)
+        self.axes = torch_distributed.device_mesh(device.type, lengths, AXES)
 
         def along(*axes: Axis) -> TorchChannel:
-            group = process_group.group_of(tuple(rows(options.mesh, *axes)))
+            group = torch_distributed.group_of(tuple(rows(options.mesh, *axes)))
             return TorchChannel(group, device, name)
 
         self.pipeline = along("pipeline")

@@ -27,7 +27,6 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
 from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import ResultComparison
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_channel import TorchChannel, empty
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     Slot,
@@ -37,6 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     with_tensors,
 )
 from hvkit.frameworks.pytorch.refusals import is_in_pipeline
+from hvkit.frameworks.pytorch.torch_distributed import TorchChannel, empty
 from hvkit.pipeline.channel import TensorSpec, in_pass
 from hvkit.pipeline.stages import GPipe, Specs
 
