@@ -9,7 +9,7 @@ wraps methods of the optimizer, the outermost first::
     method                       wrapped by                      what it does there
     apply                        gradients/averaged_updates      refuses, averages the gradients;
                                  (averaged_apply)                may leave the update out
-    or, with local weights:      weights/around_updates          compares ranks, begins a round;
+    or, with local weights:      weights/updates                 compares ranks, begins a round;
                                  (apply_within)                  ends it, or writes to the server
     apply                        optimizers                      the rate counts as multiplied
                                  (apply_at_multiplied_rate)      until the update ends
@@ -24,7 +24,7 @@ wraps methods of the optimizer, the outermost first::
 ``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
 so hvkit replaces methods of the class: ``check_finite`` and others in ``optimizers``, so that all
 ranks skip the updates that one process would, and with local weights ``apply`` in
-``weights/around_updates``, so that an update that it skips counts, too.
+``weights/updates``, so that an update that it skips counts, too.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ from hvkit.frameworks.keras.gradients.averager import GradientAverager, SampleCo
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
 from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.weights.around_updates import Updates
-from hvkit.frameworks.keras.weights.parameter_server import ServedModel
-from hvkit.frameworks.keras.weights.rounds import TensorFlowRoundKeeper
+from hvkit.frameworks.keras.weights.local_weights import ServedModel, TensorFlowRoundKeeper
+from hvkit.frameworks.keras.weights.updates import Updates
 from hvkit.frameworks.keras.weights.variables import Variables
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.strategies import ParameterServer

@@ -25,7 +25,7 @@ from ranks import error_of, largest_difference
 import hvkit
 from hvkit.communication.exchanges import Mean
 from hvkit.frameworks.keras.collectives import wire
-from hvkit.frameworks.keras.weights.rounds import Exchanges
+from hvkit.frameworks.keras.weights.local_weights import Exchanges
 
 pytestmark = [MORE, pytest.mark.two_ranks]
 

@@ -2,9 +2,9 @@
 
 ::
 
-    rounds                 ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``
-    parameter_server       exchanges weights with a parameter server after each update
-    around_updates         code around an optimizer's updates
-    updated_variables      variables that an optimizer updates together; functions of their values
-    variables              a model's weights as vectors, by number
+    local_weights    ends rounds of strategies that agree on weights, by ``hvkit.sync.rounds``;
+                     exchanges weights with a parameter server after each update
+    updates          code around an optimizer's updates; variables that it updates together, and
+                     functions of their values
+    variables        a model's weights as vectors, by number
 """
