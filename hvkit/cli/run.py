@@ -16,10 +16,9 @@ from hvkit.cli.arguments import (
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.foreign_options import FOREIGN
 from hvkit.errors import UsageError
-from hvkit.launching.allocation import SAGEMAKER
+from hvkit.launching.allocation import SAGEMAKER, are_of_a_job, leave_to_first
 from hvkit.launching.prepare import LAUNCHERS, Request, prepared, shown
 from hvkit.launching.rank_command import with_python
-from hvkit.launching.sagemaker import are_of_a_job, leave_to_first
 from hvkit.launching.start import start
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.log import logger

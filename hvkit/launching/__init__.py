@@ -5,8 +5,8 @@
     cli                         parses the arguments into a request, and finds the hosts:
     ├── rank_command            puts this Python before a script; whether a host can start it
     ├── hosts                   -H, a file of hosts, host names and addresses
-    └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes
-    sagemaker                   on all hosts but the first of such a job: waits for its end
+    └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes;
+                                in SageMaker, all hosts but the first wait for its end
     start                       from the request to an exit status; decides about restarts
     ├── prepare                 from the request to a command line:
     │   ├── launchers           finds mpirun or horovodrun

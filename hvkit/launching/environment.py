@@ -10,8 +10,8 @@ from hvkit.errors import UsageError
 from hvkit.host.mca import WITHOUT_TOOLS
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.host.run_reports import RUN_NAME
-from hvkit.launching.allocation import SLURM
 from hvkit.launching.launchers import Launcher
+from hvkit.launching.ssh import SLURM
 from hvkit.launching.supervision.protocol import KEY_VARIABLE, SUPERVISOR_VARIABLE
 from hvkit.log import logger
 

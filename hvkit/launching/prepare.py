@@ -16,11 +16,11 @@ from hvkit.errors import UsageError
 from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.host.mca import without_interfaces
 from hvkit.launching import environment
-from hvkit.launching.allocation import SLURM
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.ssh import SLURM
 from hvkit.launching.supervision.protocol import AgentSettings, agent_command
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun

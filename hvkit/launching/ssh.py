@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from hvkit.host.network import is_local
-from hvkit.launching.allocation import SLURM
 from hvkit.launching.hosts import Host
+
+SLURM = "Slurm"
 
 # sshd drops some of the connections that arrive at once (MaxStartups), and each is a process here.
 AT_ONCE = 32

@@ -13,9 +13,8 @@ from pathlib import Path
 from hvkit.errors import LaunchError
 from hvkit.host.rank_variables import rank_settings
 from hvkit.host.run_reports import RESTART, RUN_NAME, TIMELINE, memory_folder
-from hvkit.launching.allocation import SAGEMAKER
+from hvkit.launching.allocation import SAGEMAKER, wait_for_hosts
 from hvkit.launching.prepare import CONNECT_AGAIN, Request, prepared, shown
-from hvkit.launching.sagemaker import wait_for_hosts
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.rank_output import make_room

@@ -12,9 +12,9 @@ import pytest
 
 import hvkit
 from hvkit.errors import LaunchError
-from hvkit.launching import sagemaker
+from hvkit.launching import allocation
+from hvkit.launching.allocation import are_of_a_job, follow, starts_ranks, wait_for_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.sagemaker import are_of_a_job, follow, starts_ranks, wait_for_hosts
 
 HOSTS = (Host("algo-1"), Host("algo-2"))
 # Lets log in once there is a file `up`; a session lasts until the file is gone. Counts the tries.
@@ -41,9 +41,9 @@ def job(tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(sagemaker, "_STARTED", 0.3)
-    monkeypatch.setattr(sagemaker, "_ENDED", 0.3)
-    monkeypatch.setattr(sagemaker, "_BETWEEN_TRIES", 0.05)
+    monkeypatch.setattr(allocation, "_STARTED", 0.3)
+    monkeypatch.setattr(allocation, "_ENDED", 0.3)
+    monkeypatch.setattr(allocation, "_BETWEEN_TRIES", 0.05)
     return tmp_path
 
 
@@ -91,8 +91,8 @@ def test_a_host_that_is_none_of_the_jobs_is_an_error(monkeypatch):
 def running(line):
     """A process that runs this line of Python with short times; killed at the end."""
     code = (
-        "from hvkit.launching import sagemaker\nfrom hvkit.launching.hosts import Host\n"
-        f"sagemaker._ENDED, sagemaker._BETWEEN_TRIES = 0.3, 0.05\n{line}"
+        "from hvkit.launching import allocation\nfrom hvkit.launching.hosts import Host\n"
+        f"allocation._ENDED, allocation._BETWEEN_TRIES = 0.3, 0.05\n{line}"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -110,7 +110,7 @@ def wait_for_lines(file, number):
 
 
 def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
-    with running('sagemaker.follow(Host("algo-1"))') as process:
+    with running('allocation.follow(Host("algo-1"))') as process:
         wait_for_lines(job / "tries", 2)  # it is later than this host
         (job / "up").touch()
         wait_for_lines(job / "logins", 1)
@@ -124,7 +124,7 @@ def test_the_others_stay_until_it_has_ended_whatever_signals_they_get(job):
 
 
 def test_the_first_host_waits_for_logins(job):
-    with running('sagemaker.wait_for_hosts([Host("algo-2")])') as process:
+    with running('allocation.wait_for_hosts([Host("algo-2")])') as process:
         wait_for_lines(job / "tries", 2)
         assert process.poll() is None
         (job / "up").touch()
@@ -153,7 +153,7 @@ def test_a_first_host_that_never_comes_is_an_error(job):
 def test_a_script_that_launches_on_another_host_waits_for_the_first_and_ends_well(monkeypatch):
     followed = []
     monkeypatch.setenv("SM_NUM_GPUS", "1")
-    monkeypatch.setattr(sagemaker, "follow", followed.append)
+    monkeypatch.setattr(allocation, "follow", followed.append)
     with pytest.raises(SystemExit) as ended:
         hvkit.launch(print)
     assert ended.value.code == 0
