@@ -242,7 +242,7 @@ OF_FULLY_SHARD = [
     "hvkit.frameworks.pytorch.divided_state.fully_shard",
     *(
         f"hvkit.frameworks.pytorch.model_parallel.{name}"
-        for name in ("shard_axis", "parallel_model", "mesh_checkpoints", "port")
+        for name in ("parallel_model", "mesh_checkpoints", "port")
     ),
 ]
 

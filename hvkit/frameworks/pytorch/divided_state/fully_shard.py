@@ -1,4 +1,8 @@
-"""Models that PyTorch's ``fully_shard`` divides among the ranks.
+"""Models, or the stages of one along the shard axis of a mesh, that ``fully_shard`` divides.
+
+Each rank trains on batches of its own. Weights are gathered before a layer computes and freed after
+it, and each rank gets its shard of the mean gradient. Ranks along the data axis of a mesh hold the
+same shards.
 
 PyTorch makes new parameters, which are ``DTensor`` objects. An optimizer that holds the old ones
 would update nothing: it gets the new ones of the same names. Loading takes whole tensors, and
@@ -9,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,9 +93,9 @@ class DividedModels(ModelState):
         before = dict(together.named_parameters())
         self._device = next(iter(before.values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))
-        parts = [part for model in models for part in (*units_of(model), model)]
+        parts = [part for model in models for part in (*_units_of(model), model)]
         reshard = strategy.reshard_after_forward
-        shard_parts(parts, mesh, name, self._order.append, reshard_after_forward=reshard)
+        _shard_parts(parts, mesh, name, self._order.append, reshard_after_forward=reshard)
         after = dict(together.named_parameters())
         slicings = {name: Slicing.of(p) for name, p in after.items()}
         # Each rank is a whole pipeline, and rank 0 gets the full state.
@@ -173,7 +178,7 @@ def plain(model: Any) -> nn.Module:
     return plain
 
 
-def shard_parts(
+def _shard_parts(
     parts: Iterable[nn.Module],
     mesh: DeviceMesh,
     name: str,
@@ -257,7 +262,7 @@ def _require_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
+def _units_of(model: nn.Module) -> list[nn.Module]:
     """The parts that are gathered one at a time: elements of lists and sequences of layers.
 
     None shares a parameter with the rest of the model, and none is inside another.
@@ -280,4 +285,100 @@ def units_of(model: nn.Module) -> list[nn.Module]:
                 search(child)
 
     search(model)
+    return found
+
+
+def shard_stage(
+    model: nn.Module,
+    own: Mapping[str, nn.Parameter],
+    unsharded: Collection[nn.Parameter],
+    cuts: Collection[str],
+    called: Collection[str],
+    value_readers: Collection[str],
+    mesh: DeviceMesh,
+    name: str,
+) -> dict[str, nn.Parameter]:
+    """Divide a rank's parameters, and return them, some replaced by new ones; a collective.
+
+    Stages end after the modules ``cuts``. What the modules ``value_readers`` call may depend on
+    values. The mesh is that of the shard axis, or of the data and the shard axis.
+    """
+    sharded = set(own.values()) - set(unsharded)
+    inside = {
+        m for reader in value_readers for m in list(model.get_submodule(reader).modules())[1:]
+    }
+    units = [unit for unit in _units_of(model) if unit not in inside]
+    parts = [*units, model]
+    if cuts:
+        parts = _parts_within(model, units, inside, sharded, cuts, called, value_readers)
+    # A forward pass in a mesh compares more than the order of layers.
+    _shard_parts(parts, mesh, name, lambda number: None)
+    for part in parts if value_readers else ():
+        _agree_on_gradients(part, mesh)
+    now = dict(model.named_parameters())
+    return {name: now[name] for name in own}
+
+
+def _agree_on_gradients(part: Any, mesh: DeviceMesh) -> None:
+    """Give a rank zero gradients for parameters, as of an expert, that only other ranks have used.
+
+    PyTorch would reduce the gradients that each rank happens to have.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        group.post_backward = functools.partial(_with_zeros, group, group.post_backward, mesh)
+
+
+@torch.no_grad()
+def _with_zeros(group: Any, own: Callable[..., Any], mesh: DeviceMesh, *unused: Any) -> Any:
+    parameters = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    used = [
+        each.unsharded_param.grad is not None or each.unsharded_accumulated_grad is not None
+        for each in parameters
+    ]
+    used_anywhere = torch.tensor(used, dtype=torch.int32, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        if parameters:
+            dist.all_reduce(used_anywhere, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for each, here, anywhere in zip(parameters, used, used_anywhere.tolist(), strict=True):
+        if anywhere and not here:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    return own(*unused)
+
+
+def _parts_within(
+    model: nn.Module,
+    units: Collection[nn.Module],
+    inside: Collection[nn.Module],
+    sharded: Collection[nn.Parameter],
+    cuts: Collection[str],
+    called: Collection[str],
+    value_readers: Collection[str],
+) -> list[nn.Module]:
+    """Modules that are gathered one at a time: layers of lists, then modules outside of these.
+
+    Weights are there only while their module is called. So a module whose weights another one
+    reads, as the last projection of ``nn.MultiheadAttention``, is gathered with that one. So is a
+    module that another calls or not by values, as an expert.
+    """
+    at_cuts = {model.get_submodule(cut) for cut in cuts}
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for unit in units:
+        has_cut = not at_cuts.isdisjoint(set(unit.modules()) - {unit})
+        if not has_cut and all(p in sharded for p in unit.parameters()):
+            found.append(unit)
+            taken.update(unit.parameters())
+    uses = Counter(p for each in model.modules() for p in each.parameters(recurse=False))
+    outer = {""}
+    for name in called:
+        while name := name.rpartition(".")[0]:
+            outer.add(name)
+    outer -= set(value_readers)
+    for name, module in model.named_modules():
+        own = list(module.parameters())
+        unshared = all(p in sharded and p not in taken and uses[p] == 1 for p in own)
+        if own and unshared and name in called and name not in outer and module not in inside:
+            found.append(module)
     return found

@@ -18,7 +18,6 @@
     model_state       gathers the full state on rank 0, or for ``generate``, and loads parts of it
     mesh_checkpoints  saves and loads the model, its optimizers, and the strategy's state
     sharded_tensors   the format of sharded checkpoints
-    shard_axis        divides the weights of a stage by ``fully_shard``
     mesh_gradients    norms, overflows and NaNs of all ranks' gradients
     deferred_init     records how a model is built that no rank ever holds as a whole
     init_recording    makes the tensors of such a model that a rank needs

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvkit.frameworks.pytorch import torch_distributed
-from hvkit.frameworks.pytorch.divided_state.fully_shard import follow
+from hvkit.frameworks.pytorch.divided_state.fully_shard import follow, shard_stage
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
@@ -51,7 +51,6 @@ from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
     require_same_batch,
     require_same_weights,
 )
-from hvkit.frameworks.pytorch.model_parallel.shard_axis import shard
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import SideOutputs
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
@@ -314,7 +313,7 @@ class ParallelModel:
         mesh = axes["data", "shard"] if self._options.mesh.data > 1 else axes["shard"]
         cuts = [cut.name for cut in stages.cuts]
         called, readers = found.calls.keys(), found.value_readers
-        after = shard(self._model, own, of_stages, cuts, called, readers, mesh, self._name)
+        after = shard_stage(self._model, own, of_stages, cuts, called, readers, mesh, self._name)
         for optimizer in self._optimizers:
             follow(optimizer, own, after)
         self._mark_in_mesh(after.values())
