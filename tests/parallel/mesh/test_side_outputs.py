@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel import division
-from hvkit.frameworks.pytorch.model_parallel.pipeline import result_comparison
+from hvkit.frameworks.pytorch.model_parallel.pipeline import microbatches
 
 pytestmark = pytest.mark.skipif(hvkit.size() != 2, reason="for two ranks")
 AXES = {
@@ -319,7 +319,7 @@ def test_router_logits_of_the_block_after_which_the_model_is_cut(options):
 @MORE
 def test_a_mean_over_micro_batches_is_named(monkeypatch):
     found = []
-    monkeypatch.setattr(result_comparison, "warn_once", lambda kind, text: found.append(text))
+    monkeypatch.setattr(microbatches, "warn_once", lambda kind, text: found.append(text))
     apart_in_microbatches(lambda: MixtureNet("products"), with_attributes, "GPipe")
     assert "is another mean over 4 micro-batches than for the whole batch" in found[0]
 

@@ -34,9 +34,8 @@ from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
 from hvkit.frameworks.pytorch.model_parallel.model_state import FullModel, ModelState, drop
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
-from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (

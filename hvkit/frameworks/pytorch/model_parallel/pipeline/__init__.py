@@ -4,8 +4,7 @@
 
     stages              divides a model: cuts, and the stage of each parameter
     staged_forward      runs one stage through the model's own forward
-    microbatches        divides a batch, and joins outputs
-    result_comparison   compares with the whole model, and micro-batches with the whole batch
+    microbatches        divides a batch, joins outputs, and compares some with the whole batch's
     pipelined_model     ``model(x)`` runs all forward, ``backward()`` all backward
     torch_schedules     the same in the order of one of PyTorch's schedules
     deferred_outputs    what ``model(x)`` returns then: tensors whose values ``backward()`` computes

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     Divider,
     MicroBatch,
+    ResultComparison,
     gradients_of_parts,
     joined,
     rows_in,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.result_comparison import ResultComparison
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
