@@ -198,7 +198,7 @@ class NanOnce(Plain):
 
     @property
     def skips(self):
-        from hvkit.sync.distributed_objects import is_distributed
+        from hvkit.sync.port import is_distributed
 
         return is_distributed(self.optimizer)
 

@@ -27,9 +27,20 @@ from hvkit.registry import JAX, framework_of, framework_of_all
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import SYNCHRONOUS
-from hvkit.sync.distributed_objects import is_distributed, keepers_of, record, record_of
-from hvkit.sync.nonfinite import ACTIONS, OnNonfinite
-from hvkit.sync.port import BATCH_NORMS, BatchNorm, Keeper, Options, Port, Record
+from hvkit.sync.port import (
+    BATCH_NORMS,
+    NONFINITE_ACTIONS,
+    BatchNorm,
+    Keeper,
+    OnNonfinite,
+    Options,
+    Port,
+    Record,
+    is_distributed,
+    keepers_of,
+    record,
+    record_of,
+)
 from hvkit.watch.calls import call_within, named
 
 Model = TypeVar("Model")
@@ -147,7 +158,7 @@ def distribute(
             compression=checked_compression(compression),
             batch_norm=check_one_of("batch_norm", batch_norm, BATCH_NORMS),
             check_every=(None if check_every is None else check_count("check_every", check_every)),
-            on_nonfinite=check_one_of("on_nonfinite", on_nonfinite, ACTIONS),
+            on_nonfinite=check_one_of("on_nonfinite", on_nonfinite, NONFINITE_ACTIONS),
             strategy=checked_strategy(strategy),
             group=group,
         )

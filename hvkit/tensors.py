@@ -36,7 +36,7 @@ from hvkit.registry import (
     tensor_in,
 )
 from hvkit.runtime import size
-from hvkit.sync.distributed_objects import refuse_groups
+from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 

@@ -23,8 +23,8 @@ from hvkit.communication import collectives, messages
 from hvkit.communication.collectives import require_equal, share
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
-from hvkit.sync.distributed_objects import refuse_groups
 from hvkit.sync.fingerprints import require_same, warn_of_unlike
+from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import last_step, named, resume_at
 from hvkit.watch.preemption import PREEMPTION
 

@@ -30,8 +30,7 @@ from hvkit.frameworks.keras.divided_state import gathered, unfolded
 from hvkit.frameworks.keras.initial_state import has_weights
 from hvkit.frameworks.keras.optimizers import inner_optimizer, parts_of, ranks_of_scale
 from hvkit.random_states import Arrays
-from hvkit.sync.distributed_objects import record_of
-from hvkit.sync.port import Record
+from hvkit.sync.port import Record, record_of
 
 # By class of callback: the attributes to save.
 _COUNTERS: Mapping[type[Any], tuple[str, ...]] = {

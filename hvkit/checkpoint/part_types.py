@@ -18,8 +18,7 @@ from hvkit.log import logger
 from hvkit.monitor.monitor import Monitor
 from hvkit.random_states import Arrays
 from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
-from hvkit.sync.distributed_objects import keepers_of
-from hvkit.sync.port import Keeper, Sharded, ShardedKeeper
+from hvkit.sync.port import Keeper, Sharded, ShardedKeeper, keepers_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")

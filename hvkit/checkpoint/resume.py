@@ -28,7 +28,7 @@ from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.log import logger
 from hvkit.random_states import Arrays
-from hvkit.sync.nonfinite import kept_statistics
+from hvkit.sync.port import kept_statistics
 from hvkit.wording import counted
 
 _CALL = "Checkpoint.restore"

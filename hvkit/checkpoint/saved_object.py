@@ -23,9 +23,8 @@ import numpy as np
 from hvkit import random_states, runtime
 from hvkit.communication import collectives
 from hvkit.random_states import Arrays
-from hvkit.sync.distributed_objects import record_of
 from hvkit.sync.fingerprints import Compared, Rows
-from hvkit.sync.port import Record, Sharded
+from hvkit.sync.port import Record, Sharded, record_of
 
 SEED = "seed-"
 """Prefix of the names of seeds, which a rank keeps also if another number of ranks resumes."""

@@ -22,7 +22,7 @@ from hvkit.log import logger
 from hvkit.monitor.measurements import HostLoad, Means, Step, StepClock, detached, length_of
 from hvkit.monitor.run_file import Hook, RunFile
 from hvkit.registry import are_of_pytorch, framework_of
-from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import skipped_steps
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark

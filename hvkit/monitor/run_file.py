@@ -22,7 +22,7 @@ from hvkit.errors import HvkitError
 from hvkit.host.run_reports import restart_of_this_run
 from hvkit.log import logger
 from hvkit.monitor.measurements import Step, StepTimes, Totals, step_times
-from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import skipped_steps
 from hvkit.transport.traffic import traffic
 
 FILE = "metrics.jsonl"

@@ -24,7 +24,7 @@ from hvkit.frameworks.keras.loss_means import rows_in_step
 from hvkit.frameworks.keras.refusals import weights_of_models
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
-from hvkit.sync.nonfinite import kept_statistics
+from hvkit.sync.port import kept_statistics
 
 if ON_TENSORFLOW:
     import tensorflow as tf

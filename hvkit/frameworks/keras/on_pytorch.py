@@ -42,9 +42,8 @@ from hvkit.frameworks.pytorch.refusals import refuse_optimizers_of_others
 from hvkit.main_rank import warn_once
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.distributed_objects import begin_with_weights, record
 from hvkit.sync.local_weights import LocalWeightsKeeper
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, record
 from hvkit.watch.calls import call
 
 

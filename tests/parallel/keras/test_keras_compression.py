@@ -9,7 +9,7 @@ from keras_models import LOOPS, alike, in_rounds, local, mlp, mse, regression, s
 from ranks import identical, largest_difference
 
 import hvkit
-from hvkit.sync.distributed_objects import keepers_of
+from hvkit.sync.port import keepers_of
 
 pytestmark = pytest.mark.two_ranks
 

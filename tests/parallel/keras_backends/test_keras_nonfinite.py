@@ -19,7 +19,7 @@ from keras_models import (
 from ranks import error_of, identical, shared_folder
 
 import hvkit
-from hvkit.sync.nonfinite import skipped_steps
+from hvkit.sync.port import skipped_steps
 from hvkit.watch import calls
 
 

@@ -15,8 +15,7 @@ from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, store
 from hvkit.checkpoint.resume import batches_after
-from hvkit.sync.distributed_objects import record
-from hvkit.sync.port import Record
+from hvkit.sync.port import Record, record
 
 ONES = np.ones((8, 4), "float32")
 

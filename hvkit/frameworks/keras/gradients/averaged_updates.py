@@ -34,7 +34,7 @@ from hvkit.frameworks.keras.optimizers import (
     variables_of,
 )
 from hvkit.log import logger
-from hvkit.sync.nonfinite import describe, skipped_steps
+from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
@@ -190,7 +190,7 @@ class NonFinite:
 
         def text(rows: np.ndarray[Any, Any], step: np.ndarray[Any, Any]) -> str:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
-            return f"step {of_run(int(step))}: {describe(found, group.members)}"
+            return f"step {of_run(int(step))}: {describe_nonfinite(found, group.members)}"
 
         def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
             return FloatingPointError(f"in {text(*found)}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.sync.nonfinite import describe
+from hvkit.sync.port import describe_nonfinite
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,7 @@ from hvkit.sync.nonfinite import describe
     ],
 )
 def test_up_to_three_parameters_are_named(names, listed):
-    assert describe([[], list(names)]) == f"rank 1 has a NaN or infinite gradient of {listed}"
+    assert (
+        describe_nonfinite([[], list(names)])
+        == f"rank 1 has a NaN or infinite gradient of {listed}"
+    )
