@@ -12,8 +12,7 @@ import keras
 import numpy as np
 
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW, not_converted, number_of
-from hvkit.frameworks.keras.callbacks import with_callbacks
-from hvkit.frameworks.keras.fit import with_names
+from hvkit.frameworks.keras.fit import with_callbacks, with_names
 from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, parts_of
 from hvkit.monitor.measurements import length_of
 

@@ -25,9 +25,9 @@ The first two use::
                            scales, and the steps that ranks skip together
     loss_means             losses in fit that are means over all ranks' samples, tokens, weights
     └── loss_checks        names losses that it cannot correct
-    fit                    fit and evaluate on all ranks
-    ├── metric_results     the results of metrics over all ranks
-    └── callbacks          all ranks stop together, only rank 0 writes files
+    fit                    fit and evaluate on all ranks; callbacks: all ranks stop together, and
+                           only rank 0 writes files
+    └── metric_results     the results of metrics over all ranks
     pipeline/              models of which each rank of a pipeline holds some layers
     refusals               updates by other optimizers, and options that suit none
     checks                 do all ranks hold the same weights, and different data?

@@ -37,8 +37,7 @@ from hvkit.frameworks.jax.arrays import (
     sharded_by_rows,
 )
 from hvkit.frameworks.jax.port import JaxPort
-from hvkit.frameworks.keras.callbacks import Epoch
-from hvkit.frameworks.keras.fit import with_callbacks_of_this_rank
+from hvkit.frameworks.keras.fit import Epoch, with_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.optimizers import scale_rates, updating
 from hvkit.learning_rate import Multiplier

@@ -20,14 +20,12 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.communication.collectives import require_equal
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras import as_pytorch, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import synchronise_batch_norm
-from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.divided_state import ids_of_slots
-from hvkit.frameworks.keras.fit import share_results
+from hvkit.frameworks.keras.fit import Epoch, share_results
 from hvkit.frameworks.keras.loss_checks import watch_losses
 from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import fit_half, let_leave_out_updates, share_scale
@@ -40,6 +38,7 @@ from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.frameworks.pytorch.optimizers import is_left_to_rank, leave_to_rank, stepping_in
 from hvkit.frameworks.pytorch.refusals import refuse_optimizers_of_others
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.local_weights import LocalWeightsKeeper

@@ -39,7 +39,6 @@ import keras
 from hvkit import runtime
 from hvkit.frameworks.keras import buffers, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable, have_values
-from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
@@ -47,7 +46,7 @@ from hvkit.frameworks.keras.collectives.wire import (
     refuse_tf_distribute,
 )
 from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
-from hvkit.frameworks.keras.fit import share_results
+from hvkit.frameworks.keras.fit import Epoch, share_results
 from hvkit.frameworks.keras.gradients import averaged_updates
 from hvkit.frameworks.keras.gradients.averager import GradientAverager, SampleCounts, keeper_of
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks

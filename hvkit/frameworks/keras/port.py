@@ -17,7 +17,6 @@ from hvkit.frameworks.keras.divided_state import (
     gathered,
     refuse_joint_updates,
 )
-from hvkit.frameworks.keras.fit import train_uncompiled
 from hvkit.frameworks.keras.initial_state import JoinedModels, has_weights
 from hvkit.frameworks.keras.optimizers import (
     inner_optimizer,
@@ -61,7 +60,11 @@ class KerasPort:
         """Let only these optimizers update a model, in steps that no compiler has made."""
         allowed = [o for each in self.inner for o in (each, *parts_of(each))]
         refuse_other_optimizers(model, allowed)
-        train_uncompiled(model)
+        # Keras makes its functions again, with present vocabularies, and without a compiler.
+        model.supports_jit = False
+        if getattr(model, "compiled", False):
+            model.jit_compile = False
+        model.train_function = model.test_function = model.predict_function = None
 
     def _have_weights(self) -> list[bool]:
         """Whether each model has weights on all ranks; a collective."""

@@ -19,12 +19,10 @@ from keras.src.models.functional import Functional
 
 from hvkit import runtime
 from hvkit.communication.collectives import from_rank, require_equal
-from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras import initial_state
 from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
-from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.divided_state import why_not_by_variable
-from hvkit.frameworks.keras.fit import share_results
+from hvkit.frameworks.keras.fit import Epoch, share_results
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelInParts, ModelParts, OptimizerParts
@@ -35,6 +33,7 @@ from hvkit.frameworks.keras.refusals import let_differ
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.pipeline.stages import Stages
+from hvkit.runtime import all_ranks
 from hvkit.sync.port import Options, Record
 
 _ATTRIBUTE = "_hvkit_pipeline"

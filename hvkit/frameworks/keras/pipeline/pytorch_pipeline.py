@@ -15,9 +15,8 @@ import keras
 import torch
 from keras.src.backend.torch.core import get_device
 
-from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.as_pytorch import ModelWeights, PyTorchSampleCounts, step_of
-from hvkit.frameworks.keras.callbacks import Epoch
+from hvkit.frameworks.keras.fit import Epoch
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
@@ -28,6 +27,7 @@ from hvkit.frameworks.pytorch import PyTorchPort, torch_distributed
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.channel import Channel
+from hvkit.runtime import all_ranks
 from hvkit.sync.port import Keeper, Record, record
 
 

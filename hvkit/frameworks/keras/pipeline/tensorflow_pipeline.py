@@ -12,10 +12,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from hvkit.communication.group import all_ranks
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.callbacks import Epoch
 from hvkit.frameworks.keras.collectives.wire import values_of
+from hvkit.frameworks.keras.fit import Epoch
 from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
@@ -25,6 +24,7 @@ from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel
+from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Record
 
