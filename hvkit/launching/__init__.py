@@ -8,11 +8,10 @@
     └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes;
                                 in SageMaker, all hosts but the first wait for its end
     start                       from the request to an exit status; decides about restarts
-    ├── prepare                 from the request to a command line:
+    ├── prepare                 from the request to a command line, and the variables for ranks:
     │   ├── launchers           finds mpirun or horovodrun
     │   ├── host_checks/        chooses the hosts with ranks and checks each of them (preflight)
     │   │   └── ssh             runs a command on all hosts, over ssh or Slurm's srun
-    │   ├── environment         which environment variables ranks on other hosts get
     │   └── launchers           makes the command line, with an agent before each rank's command
     └── supervision/            runs that command line to its end and reports the first failure
         ├── supervisor          in this process: the TCP connections of all agents

@@ -1,27 +1,36 @@
 """Requests for ranks, and how one becomes a launcher's command line that is ready to run.
 
 ``hvkit run`` reads a ``Request`` from its command line, ``hvkit.launch`` from its arguments.
-``prepared`` checks the hosts, chooses the environment variables that go to other hosts, and makes
-the command line; ``shown`` makes the line of ``--dry-run`` from it.
+``prepared`` checks the hosts, chooses the environment variables that ranks on other hosts get, and
+makes the command line; ``shown`` makes the line of ``--dry-run`` from it.
 """
 
 import os
+import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from hvkit.errors import UsageError
 from hvkit.host.hardware import usable_cores, visible_gpus
-from hvkit.host.mca import without_interfaces
-from hvkit.launching import environment
+from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
+from hvkit.host.rank_variables import without_rank_variables
+from hvkit.host.run_reports import RUN_NAME
 from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import Job, find_launcher, refuse_ipv6, refuse_users
+from hvkit.launching.launchers import Job, Launcher, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.ssh import SLURM
-from hvkit.launching.supervision.protocol import AgentSettings, agent_command
+from hvkit.launching.supervision.protocol import (
+    KEY_VARIABLE,
+    SUPERVISOR_VARIABLE,
+    AgentSettings,
+    agent_command,
+)
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import logger
@@ -135,7 +144,7 @@ def prepared(
     )
     for name, problem in job.left_out.items():
         logger.warning("goes on without %s: %s", name, problem)
-    environ = environment.launcher_environment(request.variables, job.interfaces)
+    environ = _launcher_environment(request.variables, job.interfaces)
     if request.stall is not None:
         environ["HVKIT_STALL_LIMIT_SECONDS"] = f"{request.stall:g}"
         environ["HVKIT_STALL_SECONDS"] = f"{min(request.stall, _STALL_REPORTED):g}"
@@ -149,13 +158,13 @@ def prepared(
     if not job.on_this_host:
         # If all ranks are on this host, they inherit the whole environment.
         names = (
-            *environment.forwarded(environ, request.variables),
-            *(environment.SUPERVISION if supervised else ()),
+            *forwarded(environ, request.variables),
+            *(_SUPERVISION if supervised else ()),
         )
         if least is None:
-            environment.name_absent_hyperparameters(environ, names)
-        for_this_host = {n: environ[n] for n in environment.GPU_LISTS - {*names} if n in environ}
-        environ = environment.sendable(environ, names, launcher, request.system)
+            _name_absent_hyperparameters(environ, names)
+        for_this_host = {n: environ[n] for n in _GPU_LISTS - {*names} if n in environ}
+        environ = _sendable(environ, names, launcher, request.system)
     job = replace(job, command=agent_command(request.command), environ=environ, forwarded=names)
     if least is None:
         _check_first_start(request, job)
@@ -204,12 +213,118 @@ def shown(run: SupervisedRun) -> str:
 
     Secrets are left out: ``NAME=...``.
     """
-    given = environment.given_environment()
+    given = _given_environment()
     removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
-        f"{name}={'...' if environment.is_secret(name) else shlex.quote(value)}"
+        f"{name}={'...' if _is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
         if given.get(name) != value
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])
+
+
+# The variables from which an agent knows its supervisor.
+_SUPERVISION = (SUPERVISOR_VARIABLE, KEY_VARIABLE)
+
+# Variables that the launcher itself needs: kept also where it sends its whole environment.
+_SLURM_PREFIXES = ("SLURM_", "SLURMD_", "OMPI_", "PRTE_", "PMIX_")
+_LOCAL = ("HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "SSH_AUTH_SOCK")
+
+# Ranks on other hosts get these variables: they find programs and modules, or configure software
+# below hvkit.
+_FORWARDED = {
+    *("PATH", "LD_LIBRARY_PATH", "LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "TZ", "LANG"),
+    *("CUBLAS_WORKSPACE_CONFIG", "XLA_FLAGS", "TQDM_DISABLE", "NO_COLOR", "MALLOC_ARENA_MAX"),
+}
+_HYPERPARAMETER = "SM_HP_"
+_FORWARDED_PREFIXES = (
+    *("HVKIT_", "HOROVOD_", "NCCL_", "UCX_", "FI_", "OMPI_MCA_", "MPIR_CVAR_", "GLOO_"),
+    *("TORCH", "PYTORCH_", "TF_", "KERAS_", "CUDA_", "OMP_", "KMP_", "GOMP_", "MKL_"),
+    *("OPENBLAS_", "NUMEXPR_", "PYTHON", "LC_", "HF_", "WANDB_"),
+    # SageMaker's folders and hyperparameters.
+    *("SM_CHANNEL", _HYPERPARAMETER, "SM_INPUT_DIR", "SM_MODEL_DIR", "SM_OUTPUT"),
+    *("SM_HOSTS", "SM_NUM_"),
+)
+# A name with one of these is a secret's: anywhere in the name, or as a whole word.
+_SECRET = re.compile(
+    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|(?<![A-Z0-9])(KEYS?|AUTH|PASS)(?![A-Z0-9])"
+)
+# Lists of GPUs, which apply only to the host where they are set.
+_GPU_LISTS = {
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
+    *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"),
+}
+# The others are for this process only.
+_NOT_FORWARDED = _GPU_LISTS | {"HVKIT_RANK", "PYTHONSTARTUP", "PYTHONINSPECT"}
+
+
+def _launcher_environment(
+    variables: Mapping[str, str | None], interfaces: Sequence[str]
+) -> dict[str, str]:
+    for name, value in variables.items():
+        if value is None and name not in os.environ:
+            raise UsageError(f"-x {name}: it is not set here: write -x {name}=VALUE")
+    environ = without_rank_variables(os.environ)
+    for name in (*_SUPERVISION, RUN_NAME):
+        # Set if this run was started inside another one.
+        environ.pop(name, None)
+    if interfaces:
+        # NCCL reads = as "exactly these names"; without it, eth1 would match eth10, too.
+        environ.setdefault("NCCL_SOCKET_IFNAME", "=" + ",".join(interfaces))
+    environ.setdefault(*WITHOUT_TOOLS)
+    environ.update({name: value for name, value in variables.items() if value is not None})
+    return environ
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment that this process was started with."""
+    environ = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        environ.pop("LC_CTYPE", None)
+    return environ
+
+
+def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
+    """Names of the environment variables that ranks on other hosts get, sorted.
+
+    Variables that look like secrets and lists of this host's GPUs are left out, unless the user
+    names them.
+    """
+    named = {n for n in environ if n in _FORWARDED or n.startswith(_FORWARDED_PREFIXES)}
+    names = {name for name in named - _NOT_FORWARDED if not _is_secret(name)}
+    return tuple(sorted(names | (set(chosen) & environ.keys())))
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name.upper()) is not None
+
+
+def _name_absent_hyperparameters(environ: Mapping[str, str], names: Collection[str]) -> None:
+    """Log SageMaker's hyperparameters that are not sent: they would differ on other hosts."""
+    for name in sorted(environ.keys() - {*names}):
+        if name.startswith(_HYPERPARAMETER):
+            logger.warning(
+                "%s stays on this host, since its name looks like a secret's: -x %s sends it to "
+                "the ranks on other hosts, too",
+                *(name, name),
+            )
+
+
+def _sendable(
+    environ: Mapping[str, str], names: Collection[str], launcher: Launcher, system: str | None
+) -> dict[str, str]:
+    """The launcher's environment, without secrets if all of it goes to other hosts."""
+    if launcher.sends_all:
+        kept: tuple[str, ...] = ()
+    elif system == SLURM:
+        # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
+        kept = _SLURM_PREFIXES
+    else:
+        return dict(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in names or name in _LOCAL or name.startswith(kept)
+    }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launching.environment import forwarded
+from hvkit.launching.prepare import forwarded
 
 OF_PROGRAMS = [
     *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOROVOD_FUSION_THRESHOLD", "NCCL_DEBUG"),
