@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.fingerprints import (
@@ -47,6 +46,7 @@ from hvkit.frameworks.pytorch.fingerprints import (
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
+from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
 from hvkit.watch.rank_errors import mark_as_shown_by

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from hvkit.communication import collectives
 from hvkit.communication.encoding import copied_bytes
-from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.optimizers import parameters_of
+from hvkit.runtime import Group
 
 # How many bytes of tensors travel together; bounds the memory for copies of them.
 _RUN = 64 << 20

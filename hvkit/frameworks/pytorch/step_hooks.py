@@ -52,7 +52,6 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.communication.collectives import require_equal
-from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.frameworks.pytorch.optimizers import (
     hook_steps_of_parents,
@@ -60,6 +59,7 @@ from hvkit.frameworks.pytorch.optimizers import (
     leaves_update_to_parent,
     parameters_of,
 )
+from hvkit.runtime import Group
 
 Closure = Callable[[], Any]
 _Hooks = OrderedDict[int, Callable[..., Any]]

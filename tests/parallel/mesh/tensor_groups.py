@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import whole_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import whole_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
 

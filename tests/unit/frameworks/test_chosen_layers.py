@@ -7,7 +7,7 @@ import torch
 from mesh_models import GPT, MLP, Encoder
 from torch import nn
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
 IDS = torch.zeros(2, 8, dtype=torch.long)

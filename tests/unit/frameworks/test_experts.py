@@ -8,7 +8,7 @@ from mesh_models import Experts, ExpertsInTurns, MixtureNet
 from torch import nn
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
 ROWS, WIDTH = 20, 16

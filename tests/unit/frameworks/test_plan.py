@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers, with_vocabularies_of
 
 IDS = torch.zeros(2, 8, dtype=torch.long)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of, plan_layers
 
 COLUMN, ROW = LayerDivision("column"), LayerDivision("row")

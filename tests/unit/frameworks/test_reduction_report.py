@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch import checks
 from hvkit.frameworks.pytorch.checks import Disagreement
 from hvkit.frameworks.pytorch.gradients.bucket_layout import StepReport
 from hvkit.frameworks.pytorch.gradients.reduction import ReportVector
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates, rates_of
+from hvkit.runtime import Group
 
 
 def report(dense=(), sparse=(), outdated=(), trained=(0, 1, 2, 3)):

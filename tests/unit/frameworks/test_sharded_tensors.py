@@ -12,7 +12,7 @@ from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import (
     blocks_of,
     described,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement, part_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Placement, part_of
 
 WHOLE = torch.arange(24 * 12.0).reshape(24, 12)
 PLACEMENTS = [None, Placement(0), Placement(0, 3), Placement(1), Placement(1, 3)]

@@ -12,10 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hvkit.communication.encoding import bytes_of
-from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.pytorch.collectives.wire import Wire, shaped_like, to_vector
 from hvkit.frameworks.pytorch.gradients.reducer import trained_parameters
-from hvkit.runtime import size
+from hvkit.runtime import Group, all_ranks, size
 from hvkit.watch.calls import call
 
 # Names of collectives return after so many calls: Horovod remembers a limited number of them.

@@ -10,8 +10,8 @@ import torch
 
 from hvkit import runtime
 from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
-from hvkit.communication.group import Group, all_ranks
 from hvkit.compression.compression import Shape
+from hvkit.runtime import Group, all_ranks
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall, of_messages
 from hvkit.watch.calls import translated, waiting_for_all_ranks
 

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.group import all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
@@ -46,6 +45,7 @@ from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import Mesh, MeshPosition
+from hvkit.runtime import all_ranks
 from hvkit.strategies.fully_shard import FullyShard
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call, waiting_for_all_ranks

@@ -20,7 +20,6 @@ from hvkit import runtime
 from hvkit.communication import messages
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.exchanges import chunks_by_owner
-from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside, parameters_of
@@ -31,6 +30,7 @@ from hvkit.frameworks.pytorch.step_hooks import (
     Order,
     UpdateHooks,
 )
+from hvkit.runtime import Group
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy
 from hvkit.watch.calls import call

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvkit.communication.group import Group
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group
 
 _MEAN, _SUM = 1, 2  # of ``reduction=``, as autograd keeps it
 

@@ -15,12 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group
 from hvkit.frameworks.pytorch.buffers import LastStatistics
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import parameters_of, refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import Feature, HiddenGradients, Order, UpdateHooks
 from hvkit.log import logger
+from hvkit.runtime import Group
 from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by

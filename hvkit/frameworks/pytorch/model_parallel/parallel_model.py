@@ -56,7 +56,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     gathered as gathered_activations,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters

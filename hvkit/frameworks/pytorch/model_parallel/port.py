@@ -14,7 +14,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from hvkit.communication import collectives
-from hvkit.communication.group import all_ranks
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
@@ -29,6 +28,7 @@ from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
+from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Options, Record
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hvkit.communication.group import all_ranks
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
@@ -26,6 +25,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tenso
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
 from hvkit.pipeline.channel import refuse_other_batches
+from hvkit.runtime import all_ranks
 from hvkit.transport.traffic import count, of_allreduce
 from hvkit.wording import shortened
 

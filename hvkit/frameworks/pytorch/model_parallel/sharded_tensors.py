@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Placement
 from hvkit.sync.agreements import SENT
 
 # Makes a tensor to fill.

@@ -19,12 +19,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import Block, blocks_of
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import (
     Placement,
+    all_reduce,
     part_of,
     whole_of,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.tensor_collectives import all_reduce
 from hvkit.transport.traffic import count, of_allgather
 from hvkit.watch.calls import call, translated, waiting
 

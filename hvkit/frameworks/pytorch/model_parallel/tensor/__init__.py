@@ -9,7 +9,6 @@
     └── linear_trace       follows the outputs of linear layers through one forward
         └── propagation_rules  how an operation propagates the divided dimension
     divided_layers         the forwards of divided layers
-    ├── placements         which part of a parameter each rank holds
-    ├── activations        operations of the user's code on divided activations
-    └── tensor_collectives collectives with gradients, and a divided loss
+    ├── divided_tensors    which part of a tensor each rank holds; collectives with gradients
+    └── activations        operations of the user's code on divided activations
 """

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.tensor import divided_tensors
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
-from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
@@ -172,7 +172,7 @@ class DividedActivations(rules.EachOperation):
         logits, target = cast(DTensor, call.inputs[0]).to_local(), call.inputs[1]
         ignored = call.argument(4, "ignore_index", -100)
         reduction = call.argument(6, "reduction", "mean")
-        return collectives.cross_entropy(logits, target, self._mesh, ignored, reduction)
+        return divided_tensors.cross_entropy(logits, target, self._mesh, ignored, reduction)
 
     def _on_parts(self, call: rules.Operation, step: rules.Followed) -> Any:
         """Compute with this rank's part, which the rules find independent of the others."""
@@ -193,7 +193,7 @@ class DividedActivations(rules.EachOperation):
             if isinstance(t, DTensor):
                 return t.to_local()
             if has_dim(t):
-                return collectives.scatter(t, self._mesh, t.dim() - from_right)
+                return divided_tensors.scatter(t, self._mesh, t.dim() - from_right)
             return used.get(t, t)
 
         draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
@@ -204,8 +204,8 @@ class DividedActivations(rules.EachOperation):
     def _copy_to_ranks(self, tensors: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Tensors for use with each rank's part; if of one dtype, one all-reduce of gradients."""
         if len({t.dtype for t in tensors}) != 1 or len(tensors) == 1:
-            return {t: collectives.copy_to_ranks(t, self._mesh) for t in tensors}
-        joint = collectives.copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
+            return {t: divided_tensors.copy_to_ranks(t, self._mesh) for t in tensors}
+        joint = divided_tensors.copy_to_ranks(torch.cat([t.flatten() for t in tensors]), self._mesh)
         pairs = zip(tensors, torch.split(joint, [t.numel() for t in tensors]), strict=True)
         return {t: each.view(t.shape) for t, each in pairs}
 
@@ -250,9 +250,9 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return copy
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
-        copy = collectives.all_gather_shared(x.to_local(), mesh, dim)
+        copy = divided_tensors.all_gather_shared(x.to_local(), mesh, dim)
     else:
-        copy = collectives.copy_to_ranks(x, mesh)
+        copy = divided_tensors.copy_to_ranks(x, mesh)
     if DividedActivations.active():
         _active.last = x, state, copy
     return copy
@@ -263,7 +263,7 @@ def part_for_this_rank(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim == x.dim() - 1:
         return x.to_local()
-    return collectives.scatter(gathered(x), mesh, x.dim() - 1)
+    return divided_tensors.scatter(gathered(x), mesh, x.dim() - 1)
 
 
 def total_for_all(
@@ -276,11 +276,11 @@ def total_for_all(
     """
     dim = y.dim() - 2
     if not along_sequence or dim < 0 or y.shape[dim] % mesh.size() or y.is_meta:
-        y = collectives.all_reduce(y, mesh)
+        y = divided_tensors.all_reduce(y, mesh)
         return y if bias is None else y + bias.to(y.dtype)
     if bias is not None:  # backward gathers the gradient of the whole sum on all ranks
-        y = y + collectives.divide_by_ranks(bias, mesh).to(y.dtype)
-    return divided(collectives.reduce_scatter(y, mesh, dim), mesh, dim)
+        y = y + divided_tensors.divide_by_ranks(bias, mesh).to(y.dtype)
+    return divided(divided_tensors.reduce_scatter(y, mesh, dim), mesh, dim)
 
 
 def gathered(value: Any, use: str = "the model returns it") -> Any:
@@ -291,7 +291,7 @@ def gathered(value: Any, use: str = "the model returns it") -> Any:
             raise _not_proven(use)
         if (dim := _divided_by(t)) is None:
             return t.full_tensor()
-        return collectives.all_gather(t.to_local(), t.device_mesh, dim)
+        return divided_tensors.all_gather(t.to_local(), t.device_mesh, dim)
 
     return tree_map_only(DTensor, whole, value, is_leaf=lambda v: is_cache(type(v).__name__))
 

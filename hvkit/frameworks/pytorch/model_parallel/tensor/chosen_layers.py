@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision, Style
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearUse
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Style
 
 _NEED_WHOLE = ("max_norm", "scale_grad_by_freq", "sparse")
 

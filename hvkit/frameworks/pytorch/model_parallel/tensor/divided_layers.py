@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
-from hvkit.frameworks.pytorch.model_parallel.tensor import tensor_collectives as collectives
+from hvkit.frameworks.pytorch.model_parallel.tensor import divided_tensors
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
     divided,
@@ -34,7 +34,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     part_for_this_rank,
     total_for_all,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import (
     LayerDivision,
     Placement,
     index_in_part,
@@ -109,7 +109,7 @@ def _column(mesh: DeviceMesh, division: LayerDivision) -> Callable[..., torch.Te
         weight = self.weight.t() if division.transposed else self.weight
         y = F.linear(for_all(input, mesh), weight, getattr(self, "bias", None))
         if division.by_itself:
-            return collectives.all_gather(y, mesh)
+            return divided_tensors.all_gather(y, mesh)
         product = divided(y, mesh, y.dim() - 1)
         return mark_fused(product) if division.parts > 1 else product
 
@@ -150,7 +150,7 @@ def _experts(
         whole = {name: parameters[name] for name, how in division.experts if how is None}
         try:
             for n, p in whole.items():
-                parameters[n] = collectives.divide_by_ranks(p, mesh)
+                parameters[n] = divided_tensors.divide_by_ranks(p, mesh)
             y = run(self, *args, **kwargs)
         finally:
             parameters.update(whole)
@@ -163,7 +163,7 @@ def _lookup(
     mesh: DeviceMesh, division: LayerDivision, along_sequence: bool
 ) -> Callable[..., torch.Tensor]:
     def features(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
-        return collectives.all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
+        return divided_tensors.all_gather(F.embedding(input, self.weight, self.padding_idx), mesh)
 
     def rows(self: nn.Embedding, input: torch.Tensor) -> torch.Tensor:
         """Rows of other ranks are zeros, and the sum has them from there."""
@@ -219,7 +219,7 @@ def _heads(
         if weights is None:
             return y, None
         if average_attn_weights:
-            weights = collectives.all_reduce(weights.sum(1) / self.num_heads, mesh)
+            weights = divided_tensors.all_reduce(weights.sum(1) / self.num_heads, mesh)
         else:
             weights = divided(weights, mesh, 1).full_tensor()
         return y, weights if batched else weights.squeeze(0)

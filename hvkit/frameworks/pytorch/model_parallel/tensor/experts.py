@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import undoing_side_effects
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import (
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import (
     LayerDivision,
     Placement,
     part_of,

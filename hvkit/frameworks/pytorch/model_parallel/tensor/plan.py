@@ -28,9 +28,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
     requested_divisions,
     vocabularies,
 )
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearTrace, LinearUse
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision, Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.sequence_parallel import (
     SequenceRegion,
     SequenceTrace,

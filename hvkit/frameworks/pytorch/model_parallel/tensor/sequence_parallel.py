@@ -27,7 +27,7 @@ from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
-from hvkit.frameworks.pytorch.model_parallel.tensor.placements import LayerDivision
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import storage_of, tensors_in
 
 T = TypeVar("T")
