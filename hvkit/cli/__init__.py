@@ -7,7 +7,7 @@
     ├── top                 hvkit top               hvkit.launching.supervision.run_status
     ├── saved_runs          hvkit report            hvkit.monitor.terminal_report
     │                       hvkit join-checkpoint   hvkit.checkpoint.saving
-    ├── hosts               hvkit hosts             hvkit.launching.host_checks and .hosts
+    ├── hosts               hvkit hosts             hvkit.launching.hosts_check and .hosts
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest

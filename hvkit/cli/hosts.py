@@ -13,8 +13,8 @@ from hvkit.cli.arguments import hosts_of
 from hvkit.cli.command_parser import CommandParser
 from hvkit.cli.terminal import Terminal
 from hvkit.errors import UsageError
-from hvkit.launching.host_checks.hosts_check import Checked, check
 from hvkit.launching.hosts import Host
+from hvkit.launching.hosts_check import Checked, check
 from hvkit.wording import counted
 
 _NONE = "-"

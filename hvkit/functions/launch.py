@@ -17,7 +17,7 @@ from hvkit.functions import supervised
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
 from hvkit.launching.allocation import leave_to_first
-from hvkit.launching.host_checks.preflight import working_directory
+from hvkit.launching.preflight import working_directory
 from hvkit.launching.prepare import Request
 from hvkit.log import logger
 

@@ -10,14 +10,16 @@
     start                       from the request to an exit status; decides about restarts
     ├── prepare                 from the request to a command line, and the variables for ranks:
     │   ├── launchers           finds mpirun or horovodrun
-    │   ├── host_checks/        chooses the hosts with ranks and checks each of them (preflight)
+    │   ├── preflight           chooses the hosts with ranks, checks each, finds their networks
+    │   │   ├── probe           prints a host's facts (python -m hvkit.launching.probe on each)
     │   │   └── ssh             runs a command on all hosts, over ssh or Slurm's srun
     │   └── launchers           makes the command line, with an agent before each rank's command
     └── supervision/            runs that command line to its end and reports the first failure
         ├── supervisor          in this process: the TCP connections of all agents
         └── agent               on each host, one per rank: runs the command and sends its output
 
-``hvkit hosts --check`` starts no ranks: ``host_checks/hosts_check`` finds the problems of hosts.
+``hvkit hosts --check`` starts no ranks: ``hosts_check`` finds the problems of hosts, from ``hvkit
+doctor`` on each, and from ``reachability``, in which every host connects to every other one.
 
 How a failure is noticed:
 

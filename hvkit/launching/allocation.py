@@ -316,7 +316,7 @@ def leave_to_first(system: str | None, hosts: Sequence[Host]) -> bool:
 def wait_for_hosts(hosts: Sequence[Host]) -> None:
     """Wait until all hosts let this one log in, for ten minutes at most.
 
-    ``hvkit.launching.host_checks.preflight`` reports those that still do not.
+    ``hvkit.launching.preflight`` reports those that still do not.
     """
     deadline = time.monotonic() + _STARTED
     said = False

@@ -20,9 +20,9 @@ from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.host.run_reports import RUN_NAME
-from hvkit.launching.host_checks.preflight import choose_hosts
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, Launcher, find_launcher, refuse_ipv6, refuse_users
+from hvkit.launching.preflight import choose_hosts
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.ssh import SLURM
 from hvkit.launching.supervision.protocol import (

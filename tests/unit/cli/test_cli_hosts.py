@@ -9,7 +9,7 @@ from rich.console import Console
 from hvkit.cli import arguments, main
 from hvkit.cli import hosts as command
 from hvkit.cli.hosts import show_table
-from hvkit.launching.host_checks.hosts_check import Checked, Examined, HostProblem
+from hvkit.launching.hosts_check import Checked, Examined, HostProblem
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import pytest
 
 import hvkit
 from hvkit.host.network import Interface
-from hvkit.launching import launchers, prepare
-from hvkit.launching.host_checks import preflight
-from hvkit.launching.host_checks.probe import Facts
+from hvkit.launching import launchers, preflight, prepare
 from hvkit.launching.launchers import Launcher
+from hvkit.launching.probe import Facts
 from hvkit.launching.ssh import Answer
 
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")

@@ -11,8 +11,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launching import launchers, prepare
-from hvkit.launching.host_checks import preflight
+from hvkit.launching import launchers, preflight, prepare
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Launcher
 from hvkit.launching.prepare import Request, prepared, shown

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hvkit.launching.host_checks import hosts_check as checks
-from hvkit.launching.host_checks.hosts_check import Examined, problems, read_report
-from hvkit.launching.host_checks.reachability import Reach, Reachability
+from hvkit.launching import hosts_check as checks
 from hvkit.launching.hosts import Host
+from hvkit.launching.hosts_check import Examined, problems, read_report
+from hvkit.launching.reachability import Reach, Reachability
 from hvkit.launching.ssh import SRUN, SSH
 
 GIB = 2**30

@@ -1,6 +1,6 @@
 """Prints facts about a host before ranks start there.
 
-``preflight`` runs ``python -m hvkit.launching.host_checks.probe FOLDER PATH PROGRAM SCRIPT`` on all
+``preflight`` runs ``python -m hvkit.launching.probe FOLDER PATH PROGRAM SCRIPT`` on all
 hosts of a job. It is a module of its own to import little: from a network file system that is not
 cached yet, each import takes long.
 

@@ -7,11 +7,11 @@ import sys
 
 import psutil
 
-from hvkit.launching.host_checks.reachability import connect_all
 from hvkit.launching.hosts import Host
+from hvkit.launching.reachability import connect_all
 from hvkit.launching.ssh import SSH, remote_shell
 
-PROGRAM = [sys.executable, "-m", "hvkit.launching.host_checks.reachability"]
+PROGRAM = [sys.executable, "-m", "hvkit.launching.reachability"]
 
 
 def pairs(names):

@@ -14,13 +14,13 @@ from typing import Any
 
 from hvkit.host.hardware import within_limit
 from hvkit.host.network import Interface
-from hvkit.launching.host_checks.reachability import (
+from hvkit.launching.hosts import Host
+from hvkit.launching.reachability import (
     ANOTHER_ANSWERS,
     Reach,
     Reachability,
     connect_all,
 )
-from hvkit.launching.hosts import Host
 from hvkit.launching.ssh import Answer, RemoteShell, last_line, remote_shell, run_on_hosts
 from hvkit.wording import counted
 

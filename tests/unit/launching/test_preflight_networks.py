@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launching.host_checks.routes import joining, named, spanning
+from hvkit.launching.preflight import joining, named, spanning
 
 LOOPBACK = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")

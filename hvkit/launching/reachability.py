@@ -1,7 +1,7 @@
 """Whether the hosts reach each other: every host opens TCP connections to every other one.
 
 Each host listens on a free port, as ranks do, so a firewall that blocks unknown ports is found.
-Every host runs ``python -m hvkit.launching.host_checks.reachability``, and ``connect_all`` on this
+Every host runs ``python -m hvkit.launching.reachability``, and ``connect_all`` on this
 host exchanges lines of JSON with all of them:
 
 1. each host prints its port, a random token and its time;
@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvkit.host.network import addresses_of, is_local, name_of_interface
-from hvkit.launching.host_checks.probe import json_line, read_line
 from hvkit.launching.hosts import Host
+from hvkit.launching.probe import json_line, read_line
 from hvkit.launching.ssh import AT_ONCE, RemoteShell
 
 # Seconds for each host to start, and then to connect to the others.
@@ -98,7 +98,7 @@ async def _connect_all(hosts: Sequence[Host], shell: RemoteShell) -> Reachabilit
 
 
 async def _start(host: Host, shell: RemoteShell) -> asyncio.subprocess.Process:
-    command = [sys.executable, "-P", "-m", "hvkit.launching.host_checks.reachability"]
+    command = [sys.executable, "-P", "-m", "hvkit.launching.reachability"]
     local = await asyncio.to_thread(is_local, host.name)
     words = command if local else shell.command(host, command, _START)
     return await asyncio.create_subprocess_exec(

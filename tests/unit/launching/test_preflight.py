@@ -6,11 +6,11 @@ import pytest
 
 from hvkit.errors import CannotRunError, LaunchError
 from hvkit.host.network import Interface
-from hvkit.launching.host_checks import preflight
-from hvkit.launching.host_checks.preflight import choose_hosts, placed
-from hvkit.launching.host_checks.probe import Facts
+from hvkit.launching import preflight
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
+from hvkit.launching.preflight import choose_hosts, placed
+from hvkit.launching.probe import Facts
 from hvkit.launching.rank_command import NOT_FOUND, RankCommand
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1, user="ann"))
