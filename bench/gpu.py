@@ -47,7 +47,7 @@ class _One(int):
 def start_alone():
     """Start Horovod with one rank, and let hvkit treat it as one of several."""
     from hvkit import runtime
-    from hvkit.communication.group import Group
+    from hvkit.runtime import Group
     from hvkit.transport.engines import PyTorchEngine
 
     os.environ.update({each.variable: each.value for each in runtime.rank_settings(os.environ)})

@@ -16,7 +16,6 @@ from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_
 from hvkit.capabilities import checked_compression, checked_strategy, refuse_unsupported
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group, all_ranks
 from hvkit.compression import Compression, CompressionName
 from hvkit.learning_rate import LRScaling, describe, length_of_warmup, make_multiplier
 from hvkit.log import logger
@@ -24,6 +23,7 @@ from hvkit.main_rank import warn_once
 from hvkit.mesh import Mesh, divide, mesh_options, picture, rows
 from hvkit.monitor.monitor import Monitor
 from hvkit.registry import JAX, framework_of, framework_of_all
+from hvkit.runtime import Group, all_ranks
 from hvkit.strategies.parameter_server import ParameterServer
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import SYNCHRONOUS

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from hvkit import runtime
 from hvkit.communication.collectives import raise_together
-from hvkit.communication.group import Group
 from hvkit.errors import RankLostError, RanksDisagreeError
 from hvkit.log import logger
+from hvkit.runtime import Group
 from hvkit.watch.calls import call
 
 _NAME = "hvkit.main_first"

@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 from hvkit import runtime
 from hvkit.argument_checks import check_count, check_one_of
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group
 from hvkit.errors import LaunchError
+from hvkit.runtime import Group
 from hvkit.transport.engines import Engine, ProcessSet
 from hvkit.watch.calls import waiting_for_all_ranks
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 
 from hvkit.argument_checks import check_count, check_number, check_one_of
 from hvkit.communication.collectives import share
-from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.registry import gather_module, in_graph
+from hvkit.runtime import Group
 from hvkit.watch.calls import named
 
 

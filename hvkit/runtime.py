@@ -1,17 +1,23 @@
-"""This process's rank, and the start of Horovod.
+"""This process's rank, among all or in a group of ranks, and the start of Horovod.
 
 With one process nothing is started. With several, the first use starts Horovod through the library
 of the framework that the script has imported, or for JAX, MPI and JAX's own processes.
+
+Whatever counts ranks, averages over them or names them takes a ``Group``: that of ``all_ranks()``,
+or a smaller one, such as a row of a device mesh, which ``hvkit.mesh.divide`` makes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import sys
 import traceback
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from hvkit import watch
 from hvkit.errors import LaunchError
@@ -19,7 +25,7 @@ from hvkit.host.rank_variables import Launched, launch_id, launched, rank_id, ra
 from hvkit.host.run_reports import report
 from hvkit.host.system import claim
 from hvkit.log import logger
-from hvkit.transport.engines import ENGINES, Engine, broadcast_message, built_for
+from hvkit.transport.engines import ENGINES, Engine, ProcessSet, broadcast_message, built_for
 from hvkit.watch.calls import report_every_second
 
 
@@ -123,6 +129,53 @@ def is_below_rank() -> bool:
 def uses_mpi() -> bool:
     """Whether MPI runs in this process: not under Gloo, nor in a process that a rank started."""
     return any(engine.hvd.mpi_enabled() for engine in _engines.values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that train together, one of which is this process."""
+
+    rank: int  # this process's number among the members, from 0
+    # Their numbers among all ranks, in ascending order. Errors and logs use these.
+    members: tuple[int, ...]
+    # None for all ranks, and for a single one, which sends nothing.
+    process_set: ProcessSet | None = field(default=None, repr=False)
+    # Whose Horovod has the process set, ``"torch"`` or ``"tensorflow"``.
+    framework: str = field(default="", repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def first(self) -> int:
+        """The member whose weights all others get, and which logs for them."""
+        return self.members[0]
+
+    @property
+    def is_all_ranks(self) -> bool:
+        return self.size == size()
+
+    @property
+    def engine(self) -> Engine:
+        """The Horovod that sends what is not a tensor of a framework."""
+        return engine(self.framework) if self.framework else any_engine()
+
+    def numbered(self, prefix: str) -> str:
+        """A new name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.
+
+        All members must request the names with a prefix in the same order. Each group counts
+        separately, and its number is part of its names: ``hvkit.set1.0``.
+        """
+        within = f".set{self.process_set.process_set_id}" if self.process_set else ""
+        return f"{prefix}{within}.{next(_numbers[self.members, prefix])}"
+
+
+_numbers: defaultdict[tuple[tuple[int, ...], str], Iterator[int]] = defaultdict(itertools.count)
+
+
+def all_ranks() -> Group:
+    return Group(rank(), tuple(range(size())))
 
 
 def _joined() -> _World:

@@ -4,7 +4,6 @@ docs/architecture.md has a table of everything that ranks send.
 
 ::
 
-    group                  the ranks that do something together: all, or some
     collectives            Python objects between ranks; errors that all ranks raise together
     messages               from one rank to another: the mailbox of a run, checkpoints' states
     allreduce              hvkit.allreduce: arrays of any library

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit.communication.encoding import decode, encode
-from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import HvkitError, RanksDisagreeError
-from hvkit.runtime import rank, size
+from hvkit.runtime import Group, all_ranks, rank, size
 from hvkit.transport import engines
 from hvkit.watch import calls
 from hvkit.watch.calls import named

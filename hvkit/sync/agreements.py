@@ -16,8 +16,8 @@ import numpy as np
 from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
 from hvkit.communication.exchanges import Exchange, Messages, Neighbours, Tensor, by_rank, circle
-from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
+from hvkit.runtime import Group
 from hvkit.strategies.strategy import Flow, Rounds, State, Vector
 from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.fingerprints import first_unlike

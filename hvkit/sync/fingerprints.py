@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group, all_ranks
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group, all_ranks
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]

@@ -17,9 +17,9 @@ import numpy as np
 
 from hvkit.communication import collectives
 from hvkit.communication.exchanges import chunks
-from hvkit.communication.group import Group
 from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
+from hvkit.runtime import Group
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.fingerprints import first_unlike
 from hvkit.sync.port import Keeper

@@ -18,12 +18,12 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import numpy as np
 
-from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.errors import ranks_text
 from hvkit.learning_rate import Multiplier
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
+from hvkit.runtime import Group
 from hvkit.strategies.strategy import Strategy
 
 BatchNorm = Literal["average", "local", "sync"]

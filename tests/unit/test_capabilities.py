@@ -7,9 +7,9 @@ import pytest
 
 import hvkit
 from hvkit.capabilities import STRATEGIES, SUPPORT, has, refuse_unsupported
-from hvkit.communication.group import Group
 from hvkit.mesh import AXES, MeshOptions, MeshPosition
 from hvkit.registry import JAX, KERAS_IN_PYTORCH_LOOP, KERAS_ON_JAX, KERAS_ON_TENSORFLOW, PYTORCH
+from hvkit.runtime import Group
 from hvkit.sync.port import Options
 
 TOP_K, POWER_SGD = hvkit.TopK(ratio=0.1), hvkit.PowerSGD(rank=1)

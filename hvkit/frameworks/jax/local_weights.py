@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from hvkit.communication.allreduce import allreduce
 from hvkit.communication.exchanges import Exchange, Mean, RunningExchanges
-from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.jax import batches
 from hvkit.frameworks.jax.arrays import with_numbers
+from hvkit.runtime import Group, all_ranks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.sync.local_weights import Weights

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import learnt_in
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.optimizers import calls_of_apply, is_overwritten, variables_of
 from hvkit.frameworks.keras.refusals import remember_updated
 from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.runtime import Group
 
 
 class MovingStatistics(_NormBase):

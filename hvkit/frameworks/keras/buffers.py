@@ -14,7 +14,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     not_converted,
@@ -22,6 +21,7 @@ from hvkit.frameworks.keras.backends import (
 )
 from hvkit.frameworks.keras.loss_means import rows_in_step
 from hvkit.frameworks.keras.refusals import weights_of_models
+from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
 from hvkit.sync.port import kept_statistics

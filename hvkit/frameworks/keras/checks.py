@@ -20,13 +20,13 @@ from weakref import WeakMethod, WeakSet
 import keras
 import numpy as np
 
-from hvkit.communication.group import Group
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW, backend_variable, outside_graphs
 from hvkit.frameworks.keras.divided_state import ids_of_slots
 from hvkit.frameworks.keras.initial_state import compared_in_adapted
 from hvkit.frameworks.keras.optimizers import inner_optimizer
 from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
+from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by

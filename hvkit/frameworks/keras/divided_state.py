@@ -25,7 +25,6 @@ import numpy as np
 from hvkit import runtime
 from hvkit.communication import messages
 from hvkit.communication.exchanges import chunks_by_owner
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
     backend_variable,
@@ -34,6 +33,7 @@ from hvkit.frameworks.keras.backends import (
     set_anew,
 )
 from hvkit.frameworks.keras.optimizers import inner_optimizer, new_like, parts_of
+from hvkit.runtime import Group
 from hvkit.strategies import ShardedOptimizer
 
 if ON_TENSORFLOW:

@@ -24,9 +24,9 @@ from keras.src.backend import AutocastScope
 
 from hvkit.communication import collectives
 from hvkit.communication.collectives import raise_together, require_equal
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.backends import have_values, is_symbolic, outside_graphs
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group
 from hvkit.sync.fingerprints import Compared, Rows, describe_differences, fingerprint, hashed
 
 

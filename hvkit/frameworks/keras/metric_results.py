@@ -16,10 +16,10 @@ import keras
 import numpy as np
 
 from hvkit.communication import collectives
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.loss_checks import warn_of_own_means
 from hvkit.frameworks.keras.loss_means import noted_of
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group
 
 Number = np.ndarray[Any, Any] | float
 

@@ -19,9 +19,9 @@ from tensorflow.python.ops import control_flow_util
 
 from hvkit import runtime
 from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
-from hvkit.communication.group import Group, all_ranks
 from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.host.run_reports import timeline_wanted
+from hvkit.runtime import Group, all_ranks
 from hvkit.transport import traffic
 from hvkit.watch import calls
 from hvkit.watch.calls import waiting_for_all_ranks

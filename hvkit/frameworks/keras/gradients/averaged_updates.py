@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvkit.communication.group import Group
 from hvkit.frameworks.keras.buffers import LastStatistics
 from hvkit.frameworks.keras.collectives.wire import (
     GraphWait,
@@ -34,6 +33,7 @@ from hvkit.frameworks.keras.optimizers import (
     variables_of,
 )
 from hvkit.log import logger
+from hvkit.runtime import Group
 from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by

@@ -26,7 +26,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.communication.exchanges import RunningExchanges, chunks
-from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
@@ -45,6 +44,7 @@ from hvkit.frameworks.keras.collectives.wire import (
 from hvkit.frameworks.keras.gradients.sparse import average_rows
 from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.main_rank import warn_once
+from hvkit.runtime import Group
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import Arrays, CompressionKeeper, CompressionState
 from hvkit.watch.calls import call, waiting_for_all_ranks

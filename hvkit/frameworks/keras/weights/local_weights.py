@@ -23,12 +23,12 @@ import tensorflow as tf
 
 from hvkit import threads
 from hvkit.communication.exchanges import Exchange, RunningExchanges, Tensor
-from hvkit.communication.group import Group
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.collectives import ops
 from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire, nothing
 from hvkit.frameworks.keras.weights.updates import UpdatedVariables, Updates, UpdatesKeeper
 from hvkit.frameworks.keras.weights.variables import Array, Variables
+from hvkit.runtime import Group
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.parameter_server_client import ServerKeeper
