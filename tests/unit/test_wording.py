@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launching.supervision.first_failure import Failure, in_one_line
+from hvkit.launching.supervision.failures import Failure, in_one_line
 from hvkit.wording import in_short, shortened
 
 

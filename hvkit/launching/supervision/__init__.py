@@ -4,15 +4,14 @@
 
     hvkit.launching.start
     ├── run_status                  what hvkit top shows: where all ranks are at one moment
-    ├── signals                     what ends hvkit run while it has no ranks
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
         │   ├── rank_output         shows whole lines and tracebacks, logs them, keeps the last ones
-        │   │   └── tracebacks      finds tracebacks in output, and reads them
         │   ├── screen              writes in a thread, keeps lines apart, the launcher's output
         │   ├── timeline            the trace of all ranks, on one clock
-        │   └── first_failure       which rank failed first, and the lines about it
-        └── processes               ends processes with everything below them
+        │   └── failures            tracebacks in output, which rank failed first, lines about it
+        └── processes               ends processes with everything below them; signals that end
+                                    hvkit run while it has no ranks
 
     mpirun, horovodrun
     └── agent, once per rank        runs the rank's command, sends its output and exit status

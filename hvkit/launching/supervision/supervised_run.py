@@ -16,9 +16,10 @@ from pathlib import Path
 from hvkit import threads
 from hvkit.errors import PREEMPTED, ranks_text
 from hvkit.host import call_folder
-from hvkit.launching.supervision import processes, protocol, signals
-from hvkit.launching.supervision.first_failure import (
+from hvkit.launching.supervision import processes, protocol
+from hvkit.launching.supervision.failures import (
     Failure,
+    Raised,
     first_failure,
     in_one_line,
     report,
@@ -29,7 +30,6 @@ from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.screen import LauncherOutput
 from hvkit.launching.supervision.supervisor import Supervisor
-from hvkit.launching.supervision.tracebacks import Raised
 
 # All in seconds.
 # For other ranks to fail by themselves after the first, with errors that help to find the cause.
@@ -93,7 +93,7 @@ def supervise(run: SupervisedRun) -> Outcome:
     """
     processes.adopt_orphans()
     supervision = _Supervision(run)
-    with signals.same_handlers_after():
+    with processes.same_handlers_after():
         outcome = supervision.supervise()
     # A signal may have come after the outcome was known.
     restartable = outcome.restartable and not supervision.signalled_late
@@ -131,10 +131,10 @@ class _Supervision:
     def supervise(self) -> Outcome:
         addresses = self.run.agents.addresses
         port = self.supervisor.listen(addresses[0] if len(addresses) == 1 else None)
-        for number in signals.END_SIGNALS:
+        for number in processes.END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.on_end_signal)
-        for number in signals.COMMAND_SIGNALS:
+        for number in processes.COMMAND_SIGNALS:
             signal.signal(number, lambda number, _: self.supervisor.send_all(Frame.SIGNAL, number))
         self.start(port)
         status: int | None = None
@@ -291,7 +291,7 @@ class _Supervision:
         if self.ended_by is not None:
             saved, resumes = self.supervisor.saved, self.supervisor.resumed is not None
             saved = self.run.status.last_saved if saved is None else saved
-            self.screen.say(signals.ended_text(self.ended_by, saved, resumes=resumes))
+            self.screen.say(processes.ended_text(self.ended_by, saved, resumes=resumes))
             return Outcome(128 + self.ended_by)
         if (problem := self.supervisor.problem) is not None:
             return Outcome(self.report_write_error(problem))

@@ -16,7 +16,7 @@ from hvkit import threads
 from hvkit.connections import HEADER_BYTES, Connection, Listener, keep_alive, probe_interval
 from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol, run_status
-from hvkit.launching.supervision.first_failure import Failure
+from hvkit.launching.supervision.failures import Failure
 from hvkit.launching.supervision.protocol import LONGEST_FRAME, Frame, SealedFile, sealed
 from hvkit.launching.supervision.rank_output import RankOutput, Style
 from hvkit.launching.supervision.run_status import RunStatus

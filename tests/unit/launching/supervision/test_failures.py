@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvkit.launching.supervision.first_failure import (
+from hvkit.launching.supervision.failures import (
     Failure,
     first_failure,
     in_one_line,

@@ -145,12 +145,12 @@ def test_a_signal_ends_a_run_that_checks_its_hosts(running):
 
 SLOW_END = """
 import os, signal, threading, time
-from hvkit.launching.supervision import signals
+from hvkit.launching.supervision import processes
 
-signals._SAME = 0.2
+processes._SAME = 0.2
 send = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
-with signals.end_on_signals(lambda: 7):
+with processes.end_on_signals(lambda: 7):
     try:
         send()
         time.sleep(600)
