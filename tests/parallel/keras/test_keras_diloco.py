@@ -24,7 +24,7 @@ from keras_models import (
 from ranks import diloco_by_hand, identical, largest_difference, shared_folder, wait_for
 
 import hvkit
-from hvkit.frameworks.keras.weights import rounds
+from hvkit.frameworks.keras.weights.local_weights import Exchanges
 
 
 @MORE
@@ -107,14 +107,14 @@ def test_agreements_that_begin_together_have_the_same_names_on_all_ranks(monkeyp
     """Two optimizers end a round in the same step, in threads of any order."""
     expected = trained_by_two_optimizers()
     begun = itertools.count()
-    run = rounds.Exchanges._run_in_thread
+    run = Exchanges._run_in_thread
 
     def late(self):
         if next(begun) == 0 and hvkit.rank() == 1:
             time.sleep(0.5)
         run(self)
 
-    monkeypatch.setattr(rounds.Exchanges, "_run_in_thread", late)
+    monkeypatch.setattr(Exchanges, "_run_in_thread", late)
     assert identical(trained_by_two_optimizers(), expected)
 
 

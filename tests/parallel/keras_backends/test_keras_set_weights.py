@@ -128,9 +128,9 @@ def test_rounds_before_a_checkpoint_of_another_strategy_are_forgotten(tmp_path_f
 @on_tensorflow
 @pytest.mark.parametrize("loop", CUSTOM_LOOPS)
 def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkeypatch):
-    from hvkit.frameworks.keras.weights import rounds
+    from hvkit.frameworks.keras.weights import local_weights
 
-    monkeypatch.setattr(rounds, "_COMPARED_EVERY", 2)
+    monkeypatch.setattr(local_weights, "_COMPARED_EVERY", 2)
     model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
     steps = steps_of_halves(model, optimizer, loop)
     data = local(regression(steps=4))
