@@ -13,9 +13,9 @@
     ├── manifest            hvkit manifest ...      hvkit.manifest
     └── command_parser      hvkit completion        shtab
     arguments               arguments and types that several of them have
-    command_parser          also the parser's class: errors, examples
+    command_parser          also the parser's class: errors, examples, hvkit's equivalents of
+                            torchrun's, accelerate's and mpirun's options
     terminal                standard output, and the exit status if it cannot be written
-    foreign_options         hvkit's equivalents of torchrun's, accelerate's and mpirun's options
 """
 
 import os
