@@ -9,5 +9,5 @@
         └── outcomes     the files with what ranks have returned or raised
     rank                 what each rank runs (python -m hvkit.functions.rank)
 
-``hvkit.host.call_folder`` has the names of the files between these processes.
+``hvkit.launching.supervision.protocol`` has the names of the files between these processes.
 """

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from hvkit.errors import HvkitError
 from hvkit.functions import pickling
-from hvkit.host.call_folder import written
+from hvkit.launching.supervision.protocol import written
 from hvkit.wording import in_short, text_of
 
 

@@ -37,7 +37,7 @@ import numpy as np
 
 from hvkit.errors import is_of_full_disk
 from hvkit.functions import keras_objects
-from hvkit.host.call_folder import PREFIX, call_in, written
+from hvkit.launching.supervision.protocol import CALL_PREFIX, call_in, written
 from hvkit.wording import in_short
 
 try:
@@ -117,7 +117,7 @@ def call_folder(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Path]:
     """A folder for this user only, which holds the call until the block ends."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=CALL_PREFIX))
     try:
         with written(call_in(folder)) as file:
             write_call(file, function, args, kwargs)

@@ -1,7 +1,7 @@
 """The program of each rank of ``hvkit.launch``: ``python -m hvkit.functions.rank``.
 
-It calls the function that is in the folder of ``hvkit.host.call_folder``, and leaves there what the
-function returns or raises. An exception ends the process like one of a script.
+It calls the function that is in the folder ``CALL_VARIABLE``, and leaves there what the function
+returns or raises. An exception ends the process like one of a script.
 
 It is also the main module of processes that the function starts with multiprocessing, such as
 workers: with ``spawn`` and ``forkserver`` these run the main module again, as ``__mp_main__``, and
@@ -22,8 +22,8 @@ from types import TracebackType
 from hvkit.errors import RankLostError
 from hvkit.functions.outcomes import from_function, save_error, save_result
 from hvkit.functions.pickling import read_call, read_main
-from hvkit.host import call_folder
 from hvkit.host.rank_variables import launched_rank
+from hvkit.launching.supervision.protocol import CALL_VARIABLE, call_in, outcome_in
 
 
 def command_of_rank(
@@ -43,11 +43,11 @@ def command_of_rank(
 def main() -> None:
     """Call the function; raises what it raises."""
     sys.excepthook = _show
-    folder, here = Path(os.environ[call_folder.VARIABLE]), launched_rank(os.environ)
+    folder, here = Path(os.environ[CALL_VARIABLE]), launched_rank(os.environ)
     assert here is not None, "the agent has checked that"
-    outcome = call_folder.outcome_in(folder, here.rank)
+    outcome = outcome_in(folder, here.rank)
     try:
-        with call_folder.call_in(folder).open("rb") as file:
+        with call_in(folder).open("rb") as file:
             function, args, kwargs = read_call(file)
         save_result(outcome, function(*args, **kwargs))
     except SystemExit as end:
@@ -75,5 +75,5 @@ def _show(
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
-    with call_folder.call_in(Path(os.environ[call_folder.VARIABLE])).open("rb") as call:
+    with call_in(Path(os.environ[CALL_VARIABLE])).open("rb") as call:
         globals().update(read_main(call))

@@ -24,12 +24,12 @@ from typing import Any, TextIO
 from hvkit.cli import set_home
 from hvkit.errors import HvkitError, LaunchError, RankLostError
 from hvkit.functions.outcomes import error_in, picklable, results_in
-from hvkit.host.call_folder import outcome_in, written
 from hvkit.host.rank_variables import launched
 from hvkit.launching.prepare import Request
 from hvkit.launching.start import start
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.processes import ends_with_parent
+from hvkit.launching.supervision.protocol import outcome_in, written
 from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, supervise
 from hvkit.runtime import is_below_rank
 

@@ -4,7 +4,6 @@
 
     rank_variables   a rank's environment: what its launcher sets, and what it sets itself
     run_reports      reports from a rank to hvkit run, through a pipe
-    call_folder      a function for ranks, and what each has returned, in files
     hardware         CPUs, GPUs and memory, containers' limits, and what each rank uses
     network          interfaces, names of this host, and the networks that join several hosts
     mca              Open MPI's settings about networks: variables and files

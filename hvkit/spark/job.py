@@ -25,13 +25,13 @@ from hvkit.errors import LaunchError, RankLostError
 from hvkit.functions import supervised
 from hvkit.functions.pickling import call_folder, check_environ, check_function
 from hvkit.functions.rank import command_of_rank
-from hvkit.host.call_folder import written
 from hvkit.host.network import addresses_for_others
 from hvkit.launching.prepare import Request
 from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,
     SUPERVISOR_VARIABLE,
     AgentSettings,
+    written,
 )
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.supervised_run import SupervisedRun

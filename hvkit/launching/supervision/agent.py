@@ -14,8 +14,8 @@ kill the other. The agent is in a session of its own: if Linux divides CPU time 
 programs have. An agent ends its command when it loses its guard or its connection to the
 supervisor.
 
-If ranks run a function, an agent on another host than the supervisor's makes a folder for it
-(``hvkit.host.call_folder``), copies the call into it, and sends back what the rank leaves there.
+If ranks run a function, an agent on another host than the supervisor's makes a folder for it, copies
+the call into it, and sends back what the rank leaves there.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from typing import IO, Any
 
 from hvkit import threads
 from hvkit.connections import ConnectionLost
-from hvkit.host import call_folder, hardware, run_reports
+from hvkit.host import hardware, run_reports
 from hvkit.host.rank_variables import launched_rank
 from hvkit.launching.supervision import processes, protocol
 from hvkit.launching.supervision.protocol import AgentConnection, AgentSettings, Frame
@@ -70,10 +70,10 @@ def main(command: Sequence[str]) -> int:
     supervisor_is_here = socket.gethostname() == settings.host
     folder = None
     if settings.call is not None:
-        shared = supervisor_is_here and os.access(call_folder.call_in(Path(settings.call)), os.R_OK)
+        shared = supervisor_is_here and os.access(protocol.call_in(Path(settings.call)), os.R_OK)
         if not shared:
-            folder = Path(tempfile.mkdtemp(prefix=call_folder.PREFIX))
-        os.environ[call_folder.VARIABLE] = settings.call if folder is None else str(folder)
+            folder = Path(tempfile.mkdtemp(prefix=protocol.CALL_PREFIX))
+        os.environ[protocol.CALL_VARIABLE] = settings.call if folder is None else str(folder)
     guard = _fork_below_guard(folder)
     if supervisor_is_here:
         os.environ.update(settings.variables)
@@ -132,7 +132,7 @@ class _Agent:
             signal.signal(number, self.signal_command)
         try:
             if self.folder is not None:
-                self.connection.receive_call(call_folder.call_in(self.folder))
+                self.connection.receive_call(protocol.call_in(self.folder))
             child = self.start_command()
         except ConnectionLost:
             self.connection.send(Frame.STOPPED, protocol.packed(0))
@@ -233,7 +233,7 @@ class _Agent:
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
         if self.folder is not None:
-            outcome = call_folder.outcome_in(self.folder, self.number)
+            outcome = protocol.outcome_in(self.folder, self.number)
             if outcome.exists():
                 self.connection.send_outcome(outcome)
 

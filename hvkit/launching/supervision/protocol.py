@@ -8,11 +8,17 @@ yet: its kernel can hold as much while ``hvkit run`` or its terminal is stopped.
 (``agent_command``). Launchers read words there that are meant for the script: Open MPI and Hydra
 begin another program after a ``:``, and Open MPI 5 changes ``--map-by`` and takes ``--mca`` for its
 own wherever they stand. So these words travel with a mark before them.
+
+**A function** for ranks, and what each has returned, are files in a folder that only its user can
+read. Ranks on the host of ``hvkit run`` use the folder that was made there. On another host each
+agent makes one of its own, which the supervisor's connection fills and empties.
+``hvkit.functions`` knows what is in the files.
 """
 
 import contextlib
 import hmac
 import json
+import os
 import socket
 import sys
 import threading
@@ -20,16 +26,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hvkit.connections import HEADER_BYTES, Connection, ConnectionLost, connect, keep_alive
-from hvkit.host import call_folder
+from hvkit.errors import is_of_full_disk
 
 KEY_VARIABLE = "HVKIT_RUN_KEY"  # environment variable with the key of the run, in hexadecimal
 
 SUPERVISOR_VARIABLE = "HVKIT_RUN"  # environment variable with the ``AgentSettings`` in JSON
 
 CANNOT_RUN = 127  # the status that shells and agents return for a command they cannot run
+
+CALL_VARIABLE = "HVKIT_CALL"  # environment variable of ranks that run a function: the folder
+
+CALL_PREFIX = "hvkit-call-"  # how the names of such folders begin
 
 _AGENT = "hvkit.launching.supervision.agent"
 # Before a word that a launcher might read, or that begins with the mark itself.
@@ -196,7 +206,7 @@ class SealedFile:
 
     def take(self, frame: int, payload: bytes | bytearray) -> bool:
         """Take a frame; whether the file is complete."""
-        part = call_folder.part_of(self._path)
+        part = _part_of(self._path)
         if frame == Frame.SEAL and hmac.compare_digest(payload, self._seal.digest()):
             part.replace(self._path)
             return True
@@ -210,6 +220,46 @@ class SealedFile:
 
 def _seal(path: Path, key: bytes) -> hmac.HMAC:
     return hmac.new(key, path.name.encode() + b"\0", "sha256")
+
+
+def call_in(folder: Path) -> Path:
+    """The file with the function and its arguments."""
+    return folder / "call"
+
+
+def outcome_in(folder: Path, rank: int) -> Path:
+    """The file with what a rank has returned or raised; absent until it has."""
+    return folder / f"outcome-{rank}"
+
+
+def remove_outcomes(folder: Path) -> None:
+    """Remove what ranks have left there, before they are started again."""
+    for each in folder.glob("outcome-*"):
+        each.unlink()
+
+
+def _part_of(path: Path) -> Path:
+    """The file that becomes this one once it is complete."""
+    return path.with_name(f"{path.name}.part")
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears under its name only when it is complete.
+
+    After an exception nothing of it is left, which makes room on a full disk for the reason.
+    """
+    part = _part_of(path)
+    try:
+        with part.open("wb") as file:
+            yield file
+    except BaseException as error:
+        part.unlink(missing_ok=True)
+        if is_of_full_disk(error) and error.filename is None:
+            error.filename = str(path)
+            error.add_note("Set TMPDIR to a folder on a disk with more room.")
+        raise
+    os.replace(part, path)
 
 
 def fields(payload: bytes | bytearray, **types: type) -> list[Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from hvkit import threads
 from hvkit.errors import PREEMPTED, ranks_text
-from hvkit.host import call_folder
 from hvkit.launching.supervision import processes, protocol
 from hvkit.launching.supervision.failures import (
     Failure,
@@ -116,7 +115,7 @@ class _Supervision:
         self.signalled_late = False
         call = None if run.agents.call is None else Path(run.agents.call)
         if call is not None:
-            call_folder.remove_outcomes(call)
+            protocol.remove_outcomes(call)
         given = run.size, self.key, run.style, run.agents.lost_after, self.wake
         self.supervisor = Supervisor(*given, status=run.status, call=call)
         self.screen = self.supervisor.screen

@@ -14,7 +14,6 @@ from typing import Any
 
 from hvkit import threads
 from hvkit.connections import HEADER_BYTES, Connection, Listener, keep_alive, probe_interval
-from hvkit.host import call_folder
 from hvkit.launching.supervision import protocol, run_status
 from hvkit.launching.supervision.failures import Failure
 from hvkit.launching.supervision.protocol import LONGEST_FRAME, Frame, SealedFile, sealed
@@ -267,9 +266,9 @@ class Supervisor:
         elif self._interrupted:
             rank.send(Frame.INTERRUPT, 0)
         elif wants_call and self.call is not None:
-            path = call_folder.outcome_in(self.call, number)
+            path = protocol.outcome_in(self.call, number)
             rank.outcome = SealedFile(path, self.key, Frame.OUTCOME)
-            for frame, piece in sealed(call_folder.call_in(self.call), self.key, Frame.CALL):
+            for frame, piece in sealed(protocol.call_in(self.call), self.key, Frame.CALL):
                 connection.send(frame, piece)
         return rank
 

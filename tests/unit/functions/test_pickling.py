@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from hvkit.functions import pickling
-from hvkit.host.call_folder import VARIABLE, call_in
+from hvkit.launching.supervision.protocol import CALL_VARIABLE, call_in
 
 SCRIPT = """
 import multiprocessing, pickle, sys
 from pathlib import Path
 from hvkit.functions.pickling import write_call
-from hvkit.host.call_folder import call_in
+from hvkit.launching.supervision.protocol import call_in
 
 class Box:
     held = 5
@@ -55,7 +55,7 @@ def test_on_a_rank_main_has_what_the_call_uses_also_in_its_own_processes(tmp_pat
         "from hvkit.functions.pickling import read_call\n"
         f"function, _, _ = read_call(open({str(call_in(tmp_path))!r}, 'rb'))\nprint(function())\n"
     )
-    environ = {**os.environ, VARIABLE: str(tmp_path)}
+    environ = {**os.environ, CALL_VARIABLE: str(tmp_path)}
     words = [sys.executable, "-c", on_rank]
     ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     assert ran.stdout.strip() == "(True, [10])", ran.stderr

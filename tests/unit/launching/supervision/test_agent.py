@@ -12,8 +12,7 @@ from supervised import RUN, begin
 from hvkit.connections import ConnectionLost, frame
 from hvkit.functions.outcomes import error_in, results_in
 from hvkit.functions.pickling import write_call
-from hvkit.host.call_folder import call_in, outcome_in
-from hvkit.launching.supervision.protocol import AgentConnection, Frame, sealed
+from hvkit.launching.supervision.protocol import AgentConnection, Frame, call_in, outcome_in, sealed
 
 
 def test_an_agent_without_supervisor_becomes_the_command():
