@@ -19,7 +19,7 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.checkpoint.saving import Writer
 from hvkit.checkpoint.store import Manifest
-from hvkit.communication import collectives, messages
+from hvkit.communication import collectives
 from hvkit.communication.collectives import require_equal, share
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
@@ -232,7 +232,7 @@ class Checkpoint:
             if self.sharded:
                 self._writer.save_sharded(_SAVE, manifest, parts, local)
             else:
-                states = messages.collect(_SAVE, local)
+                states = collectives.collect(_SAVE, local)
                 del local
                 self._writer.save(_SAVE, manifest, parts, states)
         folder = self.directory / store.name_of(manifest.step)

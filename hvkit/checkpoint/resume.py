@@ -23,7 +23,7 @@ from hvkit.checkpoint.saved_object import (
 )
 from hvkit.checkpoint.saving import is_sharded, states_file
 from hvkit.checkpoint.store import Manifest
-from hvkit.communication import collectives, messages
+from hvkit.communication import collectives
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
 from hvkit.log import logger
@@ -203,7 +203,9 @@ def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
         def saved() -> Any:  # on the rank that reads
             return stack.enter_context(np.load(folder / RANKS_FILE))
 
-        return messages.scatter(_CALL, lambda rank: states_of(saved(), rank, **wanted), found.rank)
+        return collectives.scatter(
+            _CALL, lambda rank: states_of(saved(), rank, **wanted), found.rank
+        )
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:

@@ -82,7 +82,7 @@ class Writer:
     def save(
         self, call: str, manifest: Manifest, parts: Sequence[Part], states: Iterator[Arrays]
     ) -> None:
-        """Write plain files, on rank 0; a collective. ``states`` are from ``messages.collect``."""
+        """Write plain files, on rank 0; a collective. ``states`` are from ``collect``."""
         problem: Exception | None = None
         with all_of(part.gathered() for part in parts):
             if runtime.rank() == 0:

@@ -27,8 +27,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.communication import collectives
-from hvkit.communication.collectives import require_equal
-from hvkit.communication.messages import open_mailbox
+from hvkit.communication.collectives import open_mailbox, require_equal
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.strategies.parameter_server import Array, ParameterServer

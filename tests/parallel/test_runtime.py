@@ -15,7 +15,7 @@ from ranks import error_of
 
 import hvkit
 from hvkit import runtime
-from hvkit.communication import collectives, messages
+from hvkit.communication import collectives
 from hvkit.communication.encoding import sendable
 from hvkit.transport import engines, mailbox
 from hvkit.transport.mailbox import MpiMailbox
@@ -140,7 +140,7 @@ def pieces_sent(monkeypatch):
     pieces, send = [], MpiMailbox.send
 
     def counted(box, piece, to, *others, **options):
-        made = messages._mailbox_of_objects
+        made = collectives._mailbox_of_objects
         if made.cache_info().currsize and box is made():
             pieces.append((piece, to))
         return send(box, piece, to, *others, **options)
@@ -156,7 +156,7 @@ def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypat
         monkeypatch.setattr(mailbox, "can_send", lambda engine: False)
     sends = pieces_sent(monkeypatch)
     mine = {"rank": hvkit.rank(), "much": np.full(length * hvkit.rank(), hvkit.rank(), np.uint8)}
-    everyone = list(messages.collect("test", mine))
+    everyone = list(collectives.collect("test", mine))
     if hvkit.rank() == 0:
         assert [each["rank"] for each in everyone] == list(range(hvkit.size()))
         for rank, each in enumerate(everyone):
@@ -171,7 +171,7 @@ def test_collect_brings_the_objects_to_rank_0_only_and_in_pieces(sent, monkeypat
 
 def test_rank_0_holds_one_collected_object_at_a_time():
     held = []
-    for each in messages.collect("test", np.zeros(10)):
+    for each in collectives.collect("test", np.zeros(10)):
         assert all(reference() is None for reference in held[1:-1])  # its own it keeps
         held.append(weakref.ref(each))
     assert len(held) == (hvkit.size() if hvkit.rank() == 0 else 0)
@@ -182,7 +182,7 @@ def test_rank_0_holds_one_collected_object_at_a_time():
 def test_scatter_gives_each_rank_its_own_object_in_pieces(sent, monkeypatch, by_mpi, length):
     monkeypatch.setattr(mailbox, "can_send", lambda engine: by_mpi)
     pieces = pieces_sent(monkeypatch)
-    own = messages.scatter("test", lambda rank: np.full(length * rank, rank, np.uint8))
+    own = collectives.scatter("test", lambda rank: np.full(length * rank, rank, np.uint8))
     assert own.tolist() == [hvkit.rank()] * length * hvkit.rank()
     assert max(sent) <= 1000
     targets = range(1, hvkit.size()) if by_mpi and hvkit.rank() == 0 else ()
@@ -197,14 +197,14 @@ def test_an_object_that_rank_0_cannot_make_is_an_error_on_all():
         return "x" * 5000
 
     with pytest.raises(ValueError, match=r"no such file$"):
-        messages.scatter("test", make)
+        collectives.scatter("test", make)
     hvkit.barrier()
 
 
 def test_an_object_that_a_rank_cannot_read_is_an_error_on_all():
     with pytest.raises(hvkit.HvkitError, match=r"of rank 0.*ValueError|ValueError.*of rank 0"):
-        messages.scatter("test", lambda rank: Poison())
-    assert messages.scatter("test", lambda rank: rank) == hvkit.rank()
+        collectives.scatter("test", lambda rank: Poison())
+    assert collectives.scatter("test", lambda rank: rank) == hvkit.rank()
 
 
 @sendable
@@ -226,16 +226,16 @@ def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_wa
 ):
     monkeypatch.setattr(mailbox, "can_send", lambda engine: by_mpi)
     mine = [Poison() if hvkit.rank() == 1 else "fine", "x" * 5000]
-    error, text = error_of(lambda: list(messages.collect("test", mine)))
+    error, text = error_of(lambda: list(collectives.collect("test", mine)))
     assert error is hvkit.HvkitError
     assert "rank 0 cannot collect the objects of all ranks: ValueError" in text
     assert "bytes of rank 1" in text
-    everyone = list(messages.collect("test", hvkit.rank()))
+    everyone = list(collectives.collect("test", hvkit.rank()))
     assert everyone == (list(range(hvkit.size())) if hvkit.rank() == 0 else [])
 
 
 def test_collect_notices_a_rank_that_calls_something_else():
-    call = (lambda: list(messages.collect("save", 1))) if hvkit.rank() == 0 else hvkit.barrier
+    call = (lambda: list(collectives.collect("save", 1))) if hvkit.rank() == 0 else hvkit.barrier
     error, text = error_of(call)
     assert error is hvkit.RanksDisagreeError
     assert re.search(r"rank 1 calls hvkit.barrier \(.*\) while rank 0 calls save \(", text), text

@@ -12,9 +12,9 @@ import json, sys
 import {framework}
 import hvkit
 from hvkit import runtime
-from hvkit.communication import messages
+from hvkit.communication import collectives
 from hvkit.transport import mailbox
-everyone = list(messages.collect("test", "x" * 100 * hvkit.rank()))
+everyone = list(collectives.collect("test", "x" * 100 * hvkit.rank()))
 engine = runtime.engine("{framework}")
 before = mailbox.can_send(engine)
 imported = "mpi4py" in sys.modules
@@ -58,9 +58,9 @@ WITHOUT = """
 import sys
 sys.modules["mpi4py"] = None
 import torch, hvkit
-from hvkit.communication import messages
-assert list(messages.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
-assert list(messages.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
+from hvkit.communication import collectives
+assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
+assert list(collectives.collect("test", hvkit.rank())) == ([0, 1] if hvkit.rank() == 0 else [])
 """
 
 

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 from hvkit import runtime
-from hvkit.communication import messages
+from hvkit.communication import collectives
 from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.frameworks.keras.backends import (
     ON_TENSORFLOW,
@@ -283,7 +283,7 @@ class OptimizerShards(PartialState):
         with ExitStack() as stack:
             if runtime.rank() == 0:
                 stack.enter_context(self.unfolded())
-            for of_rank in messages.collect("hvkit.settled", owned):  # on rank 0
+            for of_rank in collectives.collect("hvkit.settled", owned):  # on rank 0
                 for i, array in of_rank.items():
                     self.slots[i][0].assign(array)
             yield

@@ -15,7 +15,7 @@ from keras.src import backend
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.communication.messages import open_mailbox
+from hvkit.communication.collectives import open_mailbox
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel, TensorSpec

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from hvkit import runtime
-from hvkit.communication import messages
+from hvkit.communication import collectives
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.exchanges import chunks_by_owner
 from hvkit.frameworks.pytorch.collectives.wire import Wire
@@ -207,7 +207,7 @@ class _OwnedState(PartOfState):
             if owner == runtime.rank() != 0 and p in state
         }
         everything = dict(state)
-        for received in messages.collect("hvkit.settled", owned):
+        for received in collectives.collect("hvkit.settled", owned):
             everything.update({parameters[i]: values for i, values in received.items()})
         if runtime.rank():
             return None
