@@ -14,8 +14,8 @@ kill the other. The agent is in a session of its own: if Linux divides CPU time 
 programs have. An agent ends its command when it loses its guard or its connection to the
 supervisor.
 
-If ranks run a function, an agent on another host than the supervisor's makes a folder for it, copies
-the call into it, and sends back what the rank leaves there.
+If ranks run a function, an agent on another host than the supervisor's makes a folder for it,
+copies the call into it, and sends back what the rank leaves there.
 """
 
 import contextlib
