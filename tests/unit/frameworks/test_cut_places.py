@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleOutput
-from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import dry_run
 
 
 class Halves(nn.Module):

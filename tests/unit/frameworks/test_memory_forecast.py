@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel import memory_forecast as forecasts
-from hvkit.frameworks.pytorch.model_parallel.dry_run import dry_run
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import (
     Memory,
     ParameterBytes,
@@ -18,7 +17,11 @@ from hvkit.frameworks.pytorch.model_parallel.memory_forecast import (
     table,
     too_large,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages, plan_stages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
+    ModuleStages,
+    dry_run,
+    plan_stages,
+)
 
 
 def stages(rank_of, of_weight, saved, output_bytes):

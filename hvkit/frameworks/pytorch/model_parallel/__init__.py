@@ -7,8 +7,7 @@
     random_numbers    random numbers that are the same on several ranks
     rank_groups       groups of ranks, checks of their batches, and sums of shared gradients
     division          decides from the first batch how to divide
-    dry_run           a forward without weights: where the model can be cut, what it costs
-    cut_places        where that is, from the uses of tensors
+    cut_places        where the model can be cut, from the uses of tensors
     meta_device       forwards that compute shapes only
     tensor_trees      nested arguments and results
     side_outputs      results that a forward keeps for the script, apart from what it returns

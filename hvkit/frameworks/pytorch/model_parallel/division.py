@@ -15,11 +15,13 @@ from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun, SavedActivation, dry_run
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import (
     UNEVEN,
+    DryRun,
     ModuleStages,
+    SavedActivation,
+    dry_run,
     plan_stages,
     ranks_of_stages,
 )
@@ -37,9 +39,9 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
+from hvkit.log import shortened
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
-from hvkit.wording import shortened
 
 
 def decide(

@@ -29,7 +29,6 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
     require_one_stage_for_each,
     warn_of_microbatches,
 )
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
@@ -37,7 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.model_state import FullModel, Model
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import DryRun, ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,

@@ -2,7 +2,7 @@
 
 ::
 
-    stages              divides a model: cuts, and the stage of each parameter
+    stages              a forward without weights; divides the model: cuts, stages of parameters
     staged_forward      runs one stage through the model's own forward
     microbatches        divides a batch, joins outputs, and compares some with the whole batch's
     pipelined_model     ``model(x)`` runs all forward, ``backward()`` all backward

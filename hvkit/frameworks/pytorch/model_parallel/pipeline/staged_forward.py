@@ -20,10 +20,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut, ModuleOutput
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
-from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
+from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import DryRun, ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
     HOOKS,

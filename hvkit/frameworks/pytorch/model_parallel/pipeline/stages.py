@@ -1,18 +1,42 @@
-"""Divides a model into stages: cuts, and the stage of each parameter, buffer and module."""
+"""Divides a model into stages: cuts, and the stage of each parameter, buffer and module.
+
+A dry run of the model's own forward shows where it can be cut and what it costs. Parameters are on
+the meta device, which knows shapes and computes nothing. So all that depends on a parameter is on
+the meta device as well. The rest, such as masks and positions, is real: a forward may read its
+values. Nothing is traced or exported.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut
-from hvkit.frameworks.pytorch.model_parallel.dry_run import DryRun
-from hvkit.frameworks.pytorch.model_parallel.meta_device import needs_values
+from hvkit.frameworks.pytorch.model_parallel.cut_places import ForwardTrace, ModuleCut
+from hvkit.frameworks.pytorch.model_parallel.meta_device import (
+    OnMeta,
+    explaining_meta,
+    forward_on_meta,
+    needs_values,
+    on_meta,
+)
+from hvkit.frameworks.pytorch.model_parallel.side_outputs import OutputPath, SideOutputs
+from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
+    bytes_of,
+    copied_call,
+    storage_of,
+    tensors_in,
+)
 from hvkit.pipeline.stages import Stages, balanced_cuts, named_cuts, require_places
 
 UNEVEN = 1.5
@@ -134,3 +158,171 @@ def _balanced(
     if not tried or tried[0][1] > UNEVEN / stages:
         tried.append(best_of(places))
     return min(tried, key=lambda each: each[1])[0]
+
+
+@dataclass(frozen=True)
+class SavedActivation:
+    """Memory that autograd saves for backward at this time, perhaps not for the first time."""
+
+    time: int
+    storage: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The findings of a dry run; times count operations."""
+
+    places: tuple[ModuleCut, ...]
+    # Modules that later stages need not run; the shapes of their output are enough.
+    shape_only: tuple[str, ...]
+    uses: Mapping[str, tuple[int, ...]]  # by parameter
+    calls: Mapping[str, int]  # by module, when its first call began
+    writes: Mapping[str, int]  # by buffer that is changed in place, when it is changed last
+    saved: tuple[SavedActivation, ...]  # without parameters
+    flops: int
+    nbytes: int  # of the result
+    side_outputs: tuple[OutputPath, ...] = ()
+    floats: tuple[str, ...] = ()  # where the forward keeps Python floats
+    reading: tuple[str, ...] = ()  # those of shape_only that read values which depend on weights
+    value_readers: tuple[str, ...] = ()  # all modules that do so in their own code
+    read_error: Exception | None = None  # PyTorch's, where the forward first reads one
+
+
+def dry_run(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[OutputPath] = (),
+) -> DryRun:
+    """Run the forward without weights; random generators, buffers and gradients do not change."""
+    trace, found = _traced(model, args, kwargs, device, passed_on, 1)
+    if not trace.value_reads:
+        return found
+    # Later stages know only the shapes of a module: these must not depend on values that it reads.
+    inside = [each for each in trace.shape_only() if any(map(each.includes, trace.value_reads))]
+    try:
+        of_zeros, _ = _traced(model, args, kwargs, device, passed_on, 0)
+        shapes = {each.module: each.shapes for each in of_zeros.shape_only()}
+    except Exception:  # the model may raise any type
+        shapes = {}
+    safe = [
+        each for each in inside if shapes.get(each.module, each.shapes) == each.shapes and shapes
+    ]
+    unsafe = {each.module for each in inside} - {each.module for each in safe}
+    # A cut between these times would repeat the read of a value.
+    spans = [
+        (time, min((each.ended for each in safe if each.includes(time)), default=sys.maxsize))
+        for time in trace.value_reads
+    ]
+    places = [place for place in found.places if not any(a <= place.time < b for a, b in spans)]
+    return replace(
+        found,
+        places=tuple(places),
+        shape_only=tuple(name for name in found.shape_only if name not in unsafe),
+        reading=tuple(each.module for each in safe),
+        value_readers=tuple(trace.value_readers),
+        read_error=trace.read_error,
+    )
+
+
+def _traced(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    passed_on: Sequence[OutputPath],
+    value: int,
+) -> tuple[ForwardTrace, DryRun]:
+    """A dry run in which the forward gets ``value`` wherever it reads values."""
+    flops, side_outputs = FlopCounterMode(display=False), SideOutputs(model, passed_on)
+    meta, names = on_meta(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    trace = ForwardTrace(model, buffers, flops, side_outputs)
+    saved = _Saved(trace, meta.values())
+    args, kwargs = copied_call(args, kwargs)
+    trace.note_arguments((args, kwargs))
+    side_outputs.begin()
+    modes = [
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(saved.note, _unchanged),
+        _fused_attention(saved, device),
+        trace.calls_followed(),
+        OnMeta(device, trace.note_value_read, value),
+        trace,
+        flops,
+    ]
+    run = forward_on_meta(model, {**meta, **buffers}, args, kwargs, device, modes)
+    with explaining_meta(), run as (out, anywhere):
+        trace.note_result(out)
+        at_end, _ = side_outputs.tensors()
+        found = DryRun(
+            places=tuple(trace.places(at_end)),
+            shape_only=tuple(each.module for each in trace.shape_only()),
+            uses={names[p]: tuple(times) for p, times in trace.uses.items() if p in names},
+            calls=trace.begun,
+            writes=trace.writes,
+            saved=tuple(saved.found),
+            flops=flops.get_total_flops(),
+            nbytes=bytes_of(tensors_in(out)),
+            side_outputs=tuple(
+                path
+                for path, each in anywhere.changes().items()
+                if any(map(trace.is_result, tensors_in(each.value)))
+            ),
+            floats=anywhere.floats(),
+        )
+    return trace, found
+
+
+class _Saved:
+    """Notes what autograd saves for backward, without parameters: they are in memory anyway."""
+
+    def __init__(self, trace: ForwardTrace, parameters: Iterable[nn.Parameter]) -> None:
+        self._trace = trace
+        self._parameters = set(map(storage_of, parameters))
+        self.found: list[SavedActivation] = []
+        # Keeps storages alive, so that no other one gets the same number.
+        self._alive: list[Any] = []
+
+    def note(self, t: torch.Tensor) -> torch.Tensor:
+        storage, number = t.untyped_storage(), storage_of(t)
+        if t.is_meta and number not in self._parameters:
+            self.found.append(SavedActivation(self._trace.time, number, storage.nbytes()))
+            self._alive.append(storage)
+        return t
+
+
+def _unchanged(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+@contextmanager
+def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
+    """Lets attention save what the kernels of a device save: on meta, PyTorch takes its slow path.
+
+    The slow path saves the products of all queries and keys. The next operation saves the result
+    of attention, in the same memory as the kernel. A TorchFunctionMode would not see the attention
+    inside of ``multi_head_attention_forward``.
+    """
+    module: Any = functional
+    original = module.scaled_dot_product_attention
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("dropout_p") and device.type == "cpu":  # it has the slow path only
+            return cast(torch.Tensor, original(*args, **kwargs))
+        # PyTorch calls only the innermost hooks.
+        with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+            out = cast(torch.Tensor, original(*args, **kwargs))
+        for name in names[:3] if out.requires_grad else ():
+            saved.note(named[name])
+        return out
+
+    module.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        module.scaled_dot_product_attention = original
