@@ -11,11 +11,10 @@
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
     ├── manifest            hvkit manifest ...      hvkit.manifest
-    └── command_parser      hvkit completion        shtab
+    └── command_line        hvkit completion        shtab
     arguments               arguments and types that several of them have
-    command_parser          also the parser's class: errors, examples, hvkit's equivalents of
-                            torchrun's, accelerate's and mpirun's options
-    terminal                standard output, and the exit status if it cannot be written
+    command_line            also the parser's class: errors, examples, hvkit's equivalents of
+                            torchrun's, accelerate's and mpirun's options; standard output
 """
 
 import os
@@ -25,8 +24,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from hvkit.cli import hosts, installation, manifest, run, saved_runs, top
-from hvkit.cli.command_parser import CommandParser, add_completion
-from hvkit.cli.terminal import all_written
+from hvkit.cli.command_line import CommandParser, add_completion, all_written
 from hvkit.errors import HvkitError
 
 

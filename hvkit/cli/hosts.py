@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hvkit.cli.arguments import hosts_of
-from hvkit.cli.command_parser import CommandParser
-from hvkit.cli.terminal import Terminal
+from hvkit.cli.command_line import CommandParser, Terminal
 from hvkit.errors import UsageError
 from hvkit.launching.hosts import Host
 from hvkit.launching.hosts_check import Checked, check
-from hvkit.wording import counted
+from hvkit.log import counted
 
 _NONE = "-"
 

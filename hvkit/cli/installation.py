@@ -11,8 +11,7 @@ from hvkit.build.cuda import CHOICES
 from hvkit.build.frameworks import NAMES
 from hvkit.build.ready_wheels import require_folder, require_source
 from hvkit.cli.arguments import positive
-from hvkit.cli.command_parser import CommandParser, checked
-from hvkit.cli.terminal import Terminal
+from hvkit.cli.command_line import CommandParser, Terminal, checked
 from hvkit.doctor.report import examine, show
 
 

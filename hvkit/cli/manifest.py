@@ -21,7 +21,7 @@ from hvkit.cli.arguments import (
     watching,
     whole,
 )
-from hvkit.cli.command_parser import FOREIGN_IN_MANIFESTS, CommandParser, checked
+from hvkit.cli.command_line import FOREIGN_IN_MANIFESTS, CommandParser, checked
 from hvkit.launching.prepare import NUMBER_OF_RANKS
 from hvkit.manifest import fields, systems
 

@@ -13,7 +13,7 @@ from hvkit.cli.arguments import (
     command_of,
     hosts_of,
 )
-from hvkit.cli.command_parser import FOREIGN, CommandParser
+from hvkit.cli.command_line import FOREIGN, CommandParser
 from hvkit.errors import UsageError
 from hvkit.launching.allocation import SAGEMAKER, are_of_a_job, leave_to_first
 from hvkit.launching.prepare import LAUNCHERS, Request, prepared, shown

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvkit.cli.command_parser import CommandParser
-from hvkit.cli.terminal import Terminal
+from hvkit.cli.command_line import CommandParser, Terminal
 from hvkit.errors import HvkitError
 
 _PAGE = "report.html"

@@ -13,13 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hvkit.cli.arguments import positive
-from hvkit.cli.command_parser import CommandParser
-from hvkit.cli.terminal import Terminal
+from hvkit.cli.command_line import CommandParser, Terminal
 from hvkit.errors import HvkitError
 from hvkit.launching.supervision import run_status
 from hvkit.launching.supervision.run_status import RankState
-from hvkit.log import printable
-from hvkit.wording import counted, duration, shortened
+from hvkit.log import counted, duration, printable, shortened
 
 _EVERY = 1.0
 # Seconds between the two readings of --once, over which it measures speeds.

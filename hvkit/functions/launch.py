@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from hvkit.argument_checks import check_count, check_path
-from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.command_line import CommandParser
 from hvkit.cli.run import add_to, request_of
 from hvkit.errors import UsageError
 from hvkit.functions import supervised

@@ -7,7 +7,7 @@ import yaml
 from manifest_lines import COMMAND, MPIJOB
 
 from hvkit.cli import run
-from hvkit.cli.command_parser import CommandParser
+from hvkit.cli.command_line import CommandParser
 
 POD = """
 securityContext:

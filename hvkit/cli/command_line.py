@@ -1,16 +1,24 @@
-"""The parser of ``hvkit`` and its subcommands: errors with the subcommand's usage, and examples.
+"""What all subcommands of ``hvkit`` have in common: the parser's class, and standard output.
 
-It knows options of torchrun, accelerate, deepspeed, horovodrun, mpirun and srun that people type,
-and says what to write instead (``FOREIGN``). ``hvkit completion`` reads the parser.
+The parser shows errors with the subcommand's usage, and examples. It knows options of torchrun,
+accelerate, deepspeed, horovodrun, mpirun and srun that people type, and says what to write instead
+(``FOREIGN``). ``hvkit completion`` reads it.
 """
 
 import argparse
+import contextlib
 import difflib
+import errno
 import functools
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from rich.console import Console
 
 from hvkit.errors import HvkitError
 
@@ -104,6 +112,55 @@ def checked(check: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return converted
+
+
+# Exit status if a reader such as ``head`` has ended before everything was written.
+_UNREAD = 128 + signal.SIGPIPE
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
+class Terminal(Console):
+    """rich's console, which leaves the handling of a broken pipe to ``all_written``."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Raise ``BrokenPipeError``; rich would end with status 1, as for a problem."""
+        raise BrokenPipeError
+
+    def show_line(self, text: str, style: str = "") -> None:
+        """Print a line as it is, not wrapped."""
+        self.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def all_written() -> Iterator[None]:
+    """At the end, write all output; if that fails, end as by SIGPIPE, or with 1 and a line."""
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:
+        unread = isinstance(error, BrokenPipeError)
+        if not unread and (error.errno not in _CANNOT_WRITE or error.filename is not None):
+            raise
+        _drop_output()
+        if unread:
+            raise SystemExit(_UNREAD) from None
+        print(f"hvkit: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _drop_output() -> None:
+    """Discard the rest of the output, so that Python does not fail on it again at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def add_completion(
