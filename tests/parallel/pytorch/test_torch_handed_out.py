@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch_nets import served
 
 import hvkit
-from hvkit.parameter_server import client
+from hvkit.sync import parameter_server_client
 
 
 def rows_in_batches(length=40, batch_size=2, **options):
@@ -82,7 +82,7 @@ def test_what_cannot_be_handed_out_is_refused(data, options, kind, text):
 
 
 def test_batches_are_handed_out_by_a_parameter_server_alone(monkeypatch):
-    monkeypatch.setattr(client, "_client", None)
+    monkeypatch.setattr(parameter_server_client, "_client", None)
     loader = hvkit.shard(rows_in_batches(), dynamic=True)
     with pytest.raises(ValueError, match=r"pass strategy=hvkit\.ParameterServer"):
         next(iter(loader))

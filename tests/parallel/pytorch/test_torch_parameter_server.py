@@ -28,8 +28,8 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.parameter_server import client
 from hvkit.strategies.parameter_server import add
+from hvkit.sync import parameter_server_client
 
 
 def settled_weights(model):
@@ -292,7 +292,7 @@ def test_a_model_that_is_dropped_is_freed_also_on_the_server():
     model, optimizer = served(2)
     train(model, optimizer, local(regression(steps=3)))
     held = weakref.ref(model[0].weight)
-    running = client._client.server
+    running = parameter_server_client._client.server
     newest = max(running._models) if running else None
     del model, optimizer
     gc.collect()
