@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from hvkit.wording import in_short
+from hvkit.log import in_short
 
 # Called with how a thread has failed, before that ends this process.
 before_end: list[Callable[[str], None]] = []

@@ -26,10 +26,9 @@ from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
 from hvkit.communication.collectives import share
 from hvkit.errors import HvkitError
-from hvkit.log import logger
+from hvkit.log import counted, logger
 from hvkit.random_states import Arrays
 from hvkit.sync.port import kept_statistics
-from hvkit.wording import counted
 
 _CALL = "Checkpoint.restore"
 

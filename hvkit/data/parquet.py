@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from hvkit.argument_checks import check_count
 from hvkit.data.rank_samples import Position, Split, WithPosition
-from hvkit.log import logger
-from hvkit.wording import counted
+from hvkit.log import counted, logger
 
 Columns = dict[str, NDArray[Any]]
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from hvkit.doctor.facts import gather
 from hvkit.doctor.findings import findings
 from hvkit.doctor.self_test import self_test
-from hvkit.wording import counted
+from hvkit.log import counted
 
 _PROBLEM, _NOTE, _FINE = "bold red", "yellow", "green"
 _SCREEN = 44

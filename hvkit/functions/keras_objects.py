@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from hvkit.errors import HvkitError
-from hvkit.wording import in_short
+from hvkit.log import in_short
 
 _KERAS = "keras"
 _CONFIG = "config.json"

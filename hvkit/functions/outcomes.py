@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from hvkit.errors import HvkitError
 from hvkit.functions import pickling
 from hvkit.launching.supervision.protocol import written
-from hvkit.wording import in_short, text_of
+from hvkit.log import in_short, text_of
 
 
 def save_result(path: Path, value: object) -> None:

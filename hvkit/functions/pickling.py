@@ -38,7 +38,7 @@ import numpy as np
 from hvkit.errors import is_of_full_disk
 from hvkit.functions import keras_objects
 from hvkit.launching.supervision.protocol import CALL_PREFIX, call_in, written
-from hvkit.wording import in_short
+from hvkit.log import in_short
 
 try:
     import cloudpickle

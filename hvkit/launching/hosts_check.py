@@ -22,7 +22,7 @@ from hvkit.launching.reachability import (
     connect_all,
 )
 from hvkit.launching.ssh import Answer, RemoteShell, last_line, remote_shell, run_on_hosts
-from hvkit.wording import counted
+from hvkit.log import counted
 
 # Seconds. Python starts slowly from a cold network file system.
 _TIMEOUT = 60.0

@@ -28,7 +28,7 @@ from hvkit.launching.launchers import Job
 from hvkit.launching.probe import Facts
 from hvkit.launching.rank_command import RankCommand
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
-from hvkit.wording import counted
+from hvkit.log import counted
 
 # Seconds for each host to answer.
 _ANSWER = 30.0

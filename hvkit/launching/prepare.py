@@ -33,8 +33,7 @@ from hvkit.launching.supervision.protocol import (
 )
 from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
-from hvkit.log import logger
-from hvkit.wording import counted
+from hvkit.log import counted, logger
 
 # ``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI.
 LAUNCHERS = ("mpirun", "horovodrun", "gloo")

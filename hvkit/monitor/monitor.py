@@ -18,7 +18,7 @@ from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_
 from hvkit.communication import collectives
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report
-from hvkit.log import logger
+from hvkit.log import in_short, logger
 from hvkit.monitor.measurements import HostLoad, Means, Step, StepClock, detached, length_of
 from hvkit.monitor.run_file import Hook, RunFile
 from hvkit.registry import are_of_pytorch, framework_of
@@ -26,7 +26,6 @@ from hvkit.sync.port import skipped_steps
 from hvkit.watch.calls import named
 from hvkit.watch.preemption import PREEMPTION
 from hvkit.watch.spans import DATA, mark
-from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     import keras

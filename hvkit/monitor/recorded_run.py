@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hvkit.errors import HvkitError
-from hvkit.log import printable
+from hvkit.log import counted, printable
 from hvkit.monitor.measurements import PARTS, RESERVED, busy
 from hvkit.monitor.run_file import FILE, flattened
-from hvkit.wording import counted
 
 # Entries of a record that are not drawn as curves.
 _OWN = RESERVED - {"learning_rate", "gradient_norm", "applied_gradient_norm"}

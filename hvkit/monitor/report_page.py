@@ -15,11 +15,11 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from hvkit.log import duration
 from hvkit.monitor.measurements import PARTS
 from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.run_file import flattened
 from hvkit.monitor.terminal_report import clock, comparison, headline, remarks, size_of, troubles
-from hvkit.wording import duration
 
 # An entry of a page, as ``page.js`` reads it: a title, and lines over steps, parts of a step, or a
 # table.

@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from hvkit.log import printable
+from hvkit.log import counted, duration, printable
 from hvkit.monitor.measurements import PARTS
 from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.run_file import FILE
-from hvkit.wording import counted, duration
 
 # Speeds and mean batch sizes of runs may differ by this factor without a remark.
 _ALLOWANCE = 1.1

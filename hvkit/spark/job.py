@@ -35,9 +35,8 @@ from hvkit.launching.supervision.protocol import (
 )
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.supervised_run import SupervisedRun
-from hvkit.log import logger
+from hvkit.log import counted, logger, shortened
 from hvkit.spark.task import RankTask
-from hvkit.wording import counted, shortened
 
 R = TypeVar("R")
 

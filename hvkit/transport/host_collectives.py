@@ -20,9 +20,9 @@ import numpy as np
 
 from hvkit.errors import HorovodNotFoundError, LaunchError
 from hvkit.host.rank_variables import launched, launched_rank
+from hvkit.log import in_short
 from hvkit.transport.mailbox import TcpMailbox, load_mpi, pauses
 from hvkit.watch import calls, rank_errors
-from hvkit.wording import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

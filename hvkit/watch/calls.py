@@ -21,10 +21,10 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from hvkit import threads
 from hvkit.host.run_reports import listened_to, report, timeline_wanted
+from hvkit.log import in_short
 from hvkit.watch.rank_errors import is_failure, meaning_of
 from hvkit.watch.script_lines import MAIN, OWN_FOLDER, frames, inside_tensorflow, line_of_script
 from hvkit.watch.spans import WAITING, Recorder, mark, observers
-from hvkit.wording import in_short
 
 # The function of ``hvkit.tensors`` that keeps PyTorch's compiler out of a call.
 _UNCOMPILED = "_uncompiled"

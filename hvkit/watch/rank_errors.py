@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError, RanksDisagreeError
 from hvkit.host.run_reports import report
+from hvkit.log import in_short, interrupted
 from hvkit.watch.script_lines import line_of_script, line_of_traceback
-from hvkit.wording import in_short, interrupted
 
 if TYPE_CHECKING:
     from hvkit.watch.watcher import Watcher

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from traceback import walk_stack
 from types import FrameType, TracebackType
 
-from hvkit.wording import near
+from hvkit.log import near
 
 MAIN = threading.main_thread().ident or 0
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

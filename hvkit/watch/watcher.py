@@ -13,13 +13,13 @@ from typing import Any
 
 from hvkit import threads
 from hvkit.host.run_reports import report
+from hvkit.log import shortened
 from hvkit.watch import calls, channel
 from hvkit.watch.calls import Status, report_now
 from hvkit.watch.diagnosis import LIMIT_SET_BY, About, Diagnosis, Limits, diagnose
 from hvkit.watch.preemption import PREEMPTION, StepAgreement
 from hvkit.watch.rank_errors import SAME_CALLS, SAME_STEPS
 from hvkit.watch.script_lines import inside, line_of_script, stack_of_script
-from hvkit.wording import shortened
 
 # All in seconds.
 # Between two checks of this rank's status.

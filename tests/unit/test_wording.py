@@ -3,7 +3,7 @@
 import pytest
 
 from hvkit.launching.supervision.failures import Failure, in_one_line
-from hvkit.wording import in_short, shortened
+from hvkit.log import in_short, shortened
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hvkit.errors import ranks_text
-from hvkit.wording import near, shortened
+from hvkit.log import near, shortened
 
 # Printed by a rank whose error another one shows, or has (``hvkit.watch.rank_errors``).
 _SAME, _OF_ANOTHER = "ends with the same", "ends for the error of rank"

@@ -20,7 +20,7 @@ from hvkit.launching.supervision.failures import (
 )
 from hvkit.launching.supervision.protocol import Frame
 from hvkit.launching.supervision.screen import LAUNCHER_LOG, write_log
-from hvkit.wording import interrupted
+from hvkit.log import interrupted
 
 # Bytes: a longer line is shown in parts, and a longer traceback is shown at once.
 _LONGEST_LINE = 1 << 16

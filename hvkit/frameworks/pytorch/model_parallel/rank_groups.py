@@ -23,11 +23,11 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPI
 from hvkit.frameworks.pytorch.model_parallel.random_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
+from hvkit.log import shortened
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
 from hvkit.pipeline.channel import refuse_other_batches
 from hvkit.runtime import all_ranks
 from hvkit.transport.traffic import count, of_allreduce
-from hvkit.wording import shortened
 
 
 class RankGroups:
