@@ -137,7 +137,7 @@ class Checkpoint:
             self._refuse_sharded()
         self._replicas = Replicas(self.directory, self.replicas)
         self._writer = Writer(self.directory, self.keep, background, self._replicas)
-        self.fit_state = FitState()
+        self._fit_state = FitState()
         self._epoch = 0
         self._equal_steps: bool | None = None
 
@@ -193,7 +193,7 @@ class Checkpoint:
                 epoch=check_count("epoch", epoch, least=0),
                 step=check_count("step", step, least=0),
                 batches=check_count("batches", batches, least=0),
-                epoch_batches=self.fit_state.epoch_batches if batches else 0,
+                epoch_batches=self._fit_state.epoch_batches if batches else 0,
                 extras=_as_json_object(extras),
                 size=runtime.size(),
             )
@@ -219,7 +219,7 @@ class Checkpoint:
         parts = [*self.parts, *of_strategies]
         try:
             with all_of(each.keeper.unsettled() for each in of_strategies):
-                local, digests = rank_states(parts, self.fit_state.epoch_random if batches else {})
+                local, digests = rank_states(parts, self._fit_state.epoch_random if batches else {})
             compared = named_fingerprints((part.name, *part.compared()) for part in parts)
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
@@ -366,9 +366,9 @@ class Checkpoint:
             *(written.epoch, written.step, batches, written.extras, written.size, folder),
             epoch_batches=written.epoch_batches,
         )
-        self.fit_state.start, self.fit_state.batches_read = start, written.batches
-        self.fit_state.random = random_states.as_arrays()
-        self.fit_state.saved_epoch_random = epoch_random
+        self._fit_state.start, self._fit_state.batches_read = start, written.batches
+        self._fit_state.random = random_states.as_arrays()
+        self._fit_state.saved_epoch_random = epoch_random
         return start
 
     def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
