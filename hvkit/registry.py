@@ -83,7 +83,6 @@ JAX = Framework("JAX", "jax", "jax", f"{_HERE}.jax.port:JaxPort")
 _OTHER_KERAS = Framework("Keras", "keras", None)
 
 _KERAS = {each.engine: each for each in (KERAS_ON_TENSORFLOW, KERAS_ON_PYTORCH, KERAS_ON_JAX)}
-FRAMEWORKS = (PYTORCH, *_KERAS.values(), KERAS_IN_PYTORCH_LOOP, JAX)
 
 
 def framework_of(model: object) -> Framework | None:
