@@ -59,7 +59,7 @@ def check_number(
     up_to: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """The value as a float; TypeError if it is none, ValueError if not finite or in the limits."""
+    """The value as a float; TypeError if no number, ValueError unless finite and within limits."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     number = float(value)

@@ -38,7 +38,7 @@ def purpose_of(array: Array) -> str:
 
 
 class Server:
-    """The weights of all models, on rank 0; only the server's thread uses the mailbox."""
+    """The weights of all models, on rank 0; while its thread runs, only that sends and receives."""
 
     def __init__(self, mailbox: Mailbox, size: int) -> None:
         self._mailbox = mailbox

@@ -181,7 +181,7 @@ class RankOutput:
         """Show unfinished lines and what is held back, and close the log file.
 
         ``drop`` drops a traceback that is held back, since the report shows it. After Ctrl-C one
-        line replaces those that it has caused.
+        line replaces the tracebacks that Ctrl-C has caused.
         """
         if drop and not self.interrupted:
             self._held = b""
