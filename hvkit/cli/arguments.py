@@ -129,10 +129,11 @@ def watching(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _integer(text: str, least: int, accepted: str) -> int:
+def _integer(text: str, least: int, accepted: str, given: str | None = None) -> int:
+    """The integer in a text, which may be a part of what was given."""
     # int() refuses very long numbers; nothing here is as large as a billion.
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
-        raise argparse.ArgumentTypeError(f"must be {accepted}, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {accepted}, got {given or text!r}")
     return int(text)
 
 
@@ -153,7 +154,8 @@ def ranks(text: str) -> tuple[range, ...]:
     """Ranks and ranges of ranks, separated by commas."""
     found = []
     for part in text.split(","):
-        ends = [_integer(word, 0, "ranks, such as 0 or 0,4-7") for word in part.split("-", 1)]
+        words = part.split("-", 1)
+        ends = [_integer(word, 0, "ranks, such as 0 or 0,4-7", text) for word in words]
         if ends[-1] < ends[0]:
             raise argparse.ArgumentTypeError(
                 f"a range must begin with its smaller rank, got {part!r}"
