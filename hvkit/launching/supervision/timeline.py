@@ -31,10 +31,11 @@ _LONGEST = 1 << 53
 
 
 class HostClock:
-    """How far another host's clock is ahead of this one's."""
+    """How far another host's clock is ahead of this one's; a thread asks, another takes replies."""
 
     def __init__(self) -> None:
-        self._asked = (0, math.inf)  # the last request's number and time
+        self._asked = (0, 0.0)  # the last request's number and time
+        self._answered = 0  # the number of the last request that has a reply
         self._answers: deque[tuple[float, float]] = deque(maxlen=_ANSWERS)
 
     def ask(self, now: float) -> int:
@@ -45,9 +46,9 @@ class HostClock:
     def answered(self, number: int, clock: float, now: float) -> None:
         """Use a reply: the time on the other clock, and on this one when it arrived."""
         last, asked = self._asked
-        if number == last and asked <= now:
+        if self._answered < number == last and asked <= now:
             self._answers.append((now - asked, clock - (asked + now) / 2))
-            self._asked = (last, math.inf)
+            self._answered = number
 
     @property
     def ahead(self) -> float | None:

@@ -36,6 +36,31 @@ def test_an_answer_to_an_older_question_does_not_count():
     assert clock.ahead is None
 
 
+def test_a_request_during_an_answer_counts():
+    clock = HostClock()
+
+    class Meanwhile(float):
+        """A time of the other clock in whose use another thread asks."""
+
+        def __sub__(self, other):
+            numbers.append(clock.ask(2.0))
+            return float(self) - other
+
+    numbers = [clock.ask(1.0)]
+    clock.answered(1, Meanwhile(1.0), 1.5)
+    clock.answered(2, 9.0, 2.25)
+    assert clock.ahead == 9.0 - 2.125
+    assert [*numbers, clock.ask(3.0)] == [1, 2, 3]
+
+
+def test_an_answer_counts_once():
+    clock = HostClock()
+    number = clock.ask(1.0)
+    clock.answered(number, 5.0, 3.0)
+    clock.answered(number, 1.0, 1.5)
+    assert clock.ahead == 3.0
+
+
 def spans(*rows):
     return json.dumps({"spans": rows}).encode()
 
