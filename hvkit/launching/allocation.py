@@ -226,14 +226,15 @@ def _default_hostfile(environ: Mapping[str, str]) -> Allocation | None:
     """A hostfile for all jobs: the Kubernetes MPI operator's, or a site's.
 
     The operator sets the variable of the MPI that its job names and mounts the file at
-    ``/etc/mpi/hostfile``. In Kubernetes that path is tried without a variable, too.
+    ``/etc/mpi/hostfile``. In Kubernetes that path is tried without a variable, too. A site's file
+    may have a line for each slot.
     """
     sources = {name: environ[name] for name in _HOSTFILE_VARIABLES if environ.get(name)}
     if "KUBERNETES_SERVICE_HOST" in environ and _OPERATOR_HOSTFILE.is_file():
         sources[str(_OPERATOR_HOSTFILE)] = str(_OPERATOR_HOSTFILE)
     for source, path in sources.items():
         try:
-            return Allocation(HOSTFILE, source, read_hostfile(Path(path)))
+            return Allocation(HOSTFILE, source, read_hostfile(Path(path), add_up=True))
         except HostfileError as error:
             named = f"{source} names an invalid hostfile"
             if source == path:

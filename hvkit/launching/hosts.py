@@ -50,8 +50,11 @@ _MOST_SLOTS = 65_535
 _LONGEST_SHOWN = 60
 
 
-def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file, in their order; errors name file and line."""
+def read_hostfile(path: Path, *, add_up: bool = False) -> tuple[Host, ...]:
+    """The hosts of a file, in their order; errors name file and line.
+
+    ``add_up`` adds up the slots of a host with several lines, otherwise an error.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -59,10 +62,10 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         raise HostfileError(f"{path}: cannot be read: {error.strerror}") from None
     if len(data) > _MOST_BYTES:
         raise HostfileError(f"{path}: is not a hostfile: larger than {_MOST_BYTES >> 20} MiB")
-    return parse_hostfile(_decoded(data, str(path)), str(path))
+    return parse_hostfile(_decoded(data, str(path)), str(path), add_up=add_up)
 
 
-def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
+def parse_hostfile(text: str, name: str, *, add_up: bool = False) -> tuple[Host, ...]:
     """The hosts in a hostfile's text; ``name`` is the file's, for errors.
 
     The first line that is not a bare name decides on the form of the file: ``node1 slots=4`` is
@@ -91,7 +94,7 @@ def parse_hostfile(text: str, name: str) -> tuple[Host, ...]:
         raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
     if first is not None and first[1] == _MPICH:
         hosts = {at: replace(host, slots=host.slots or 1) for at, host in hosts.items()}
-    return _distinct(hosts, name)
+    return (_added_up if add_up else _distinct)(hosts, name)
 
 
 def _read_line(text: str) -> tuple[Host, _Form | None] | None:
@@ -213,6 +216,22 @@ def _distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
                 "with all its slots"
             )
     return tuple(hosts.values())
+
+
+def _added_up(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
+    """Each host once, with the sum of its slots; a bare name that is repeated counts as one."""
+    found: dict[str, Host] = {}
+    for position, host in hosts.items():
+        first = found.setdefault(host.name.lower(), host)  # names are not case-sensitive
+        if first is host:
+            continue
+        if host.user != first.user:
+            raise HostfileError(
+                f"{source}: {position}: {host.name} has the user {host.user!r} here but "
+                f"{first.user!r} before: use one of them"
+            )
+        found[host.name.lower()] = replace(first, slots=(first.slots or 1) + (host.slots or 1))
+    return tuple(found.values())
 
 
 def _host_word(word: str) -> tuple[str, str | None, str | None]:

@@ -195,6 +195,15 @@ def test_in_kubernetes_the_operator_s_hostfile_is_found_without_a_variable(file,
     refused(inside, f"the MPI operator's hostfile is invalid: {file}: line 1: slots must be")
 
 
+@pytest.mark.parametrize("variable", batch_systems._HOSTFILE_VARIABLES)
+def test_a_default_hostfile_may_have_a_line_for_each_slot(file, variable):
+    file.write_text("n1\nN1\nn2 slots=2\nn2 slots=3\nn2\nn3\n")
+    hosts = (Host("n1", 2), Host("n2", 6), Host("n3"))
+    assert allocation({variable: str(file)}).hosts == hosts
+    file.write_text("n1\nroot@n1\n")
+    refused({variable: str(file)}, f"{variable} names an invalid hostfile: {file}: line 2: n1 has")
+
+
 def test_a_scheduler_counts_before_a_hostfile_that_a_site_has_set(file):
     file.write_text("other slots=1\n")
     site = {"OMPI_MCA_orte_default_hostfile": str(file)}
