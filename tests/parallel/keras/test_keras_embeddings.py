@@ -31,7 +31,10 @@ def adam(factor, **options):
 
 
 def test_a_transformer_with_positions_equals_one_process():
-    equals_one_process(transformer, adam, LOOPS["fit"], texts(8))
+    # With Adam's own epsilon, rounding errors of the smallest gradients pass 1e-5 on some processors.
+    equals_one_process(
+        transformer, lambda factor: adam(factor, epsilon=1e-3), LOOPS["fit"], texts(8)
+    )
 
 
 def test_positions_of_shape_one_by_length_equal_one_process():
