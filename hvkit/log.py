@@ -12,6 +12,16 @@ The functions write numbers, lengths of time, errors and paths in the words of m
 
 import logging
 import os
+import sys
+from typing import TextIO
+
+
+class _ToStderr(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        # Writes to what sys.stderr is at that moment: notebooks and tests replace it.
+        self.stream = sys.stderr
+        super().emit(record)
+
 
 logger = logging.getLogger("hvkit")
 # A script may have configured the logger before it imported hvkit.
@@ -19,8 +29,7 @@ if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)
 if not logger.handlers:
     logger.propagate = False
-    # Writes to what sys.stderr is at that moment: notebooks and tests replace it.
-    _stderr = logging._StderrHandler()  # type: ignore[attr-defined]
+    _stderr = _ToStderr()
     _stderr.setFormatter(logging.Formatter("hvkit: %(message)s"))
     logger.addHandler(_stderr)
 

@@ -19,6 +19,18 @@ def test_notes_and_warnings_go_to_stderr():
     assert printed(IN_SCRIPT) == "hvkit: a note\nhvkit: a warning\n"
 
 
+def test_notes_go_to_what_replaces_stderr():
+    code = """
+import contextlib, io
+import hvkit
+with contextlib.redirect_stderr(io.StringIO()) as text:
+"""
+    shown = (
+        "\nassert text.getvalue() == 'hvkit: a note\\nhvkit: a warning\\n'\nlogger.info('after')"
+    )
+    assert printed(f"{code}    {IN_SCRIPT}{shown}") == "hvkit: after\n"
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_level_that_the_script_sets_counts_before_and_after_the_import(when):
     level = "import logging; logging.getLogger('hvkit').setLevel(logging.WARNING)"
