@@ -31,6 +31,7 @@ from pathlib import Path
 from hvkit import threads
 from hvkit.communication.encoding import decode, encode
 from hvkit.connections import Connection, Listener, connect
+from hvkit.errors import LaunchError
 from hvkit.host.network import name_of_interface
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.launching.supervision.protocol import agent_command
@@ -90,6 +91,7 @@ class RankTask:
         position = ranks[number]
         first = next(task for task, each in enumerate(ranks) if each.rank == 0)
         address = socket.gethostbyname(addresses[number])
+        interface = _interface(hosts[number], addresses[number], address)
         with ExitStack() as stack:
             port = ""
             if number == first:
@@ -106,11 +108,23 @@ class RankTask:
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
                     **_variables(position, len(ranks), hosts[number], address, front.port),
+                    "HOROVOD_GLOO_IFACE": interface,
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended
             )
         yield position.rank
+
+
+def _interface(host: str, name: str, address: str) -> str:
+    """The network interface with the address to which an executor's name resolves."""
+    if (found := name_of_interface(address)) is None:
+        raise LaunchError(
+            f"no network interface of {host} has the address {address}, to which the name of its "
+            f"Spark executor, {name}, resolves: give the name the address of an interface, in DNS "
+            "or /etc/hosts, or set SPARK_LOCAL_IP to one before Spark starts on this host"
+        )
+    return found
 
 
 def _variables(
@@ -125,7 +139,6 @@ def _variables(
         "CPU_OPERATIONS": "gloo",
         "GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
         "GLOO_RENDEZVOUS_PORT": port,
-        "GLOO_IFACE": name_of_interface(address),
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}

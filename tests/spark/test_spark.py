@@ -18,7 +18,7 @@ import hvkit
 import hvkit.spark
 from hvkit.errors import LaunchError
 from hvkit.spark import job
-from hvkit.spark.task import Front, RankPosition, Store, positions
+from hvkit.spark.task import Front, RankPosition, Store, _interface, positions
 
 LOOPBACK = "127.0.0.1"
 
@@ -261,6 +261,14 @@ def test_ranks_of_a_host_follow_each_other():
         RankPosition(rank=2, local_rank=0, local_size=1, cross_rank=1, cross_size=2),
         RankPosition(rank=1, local_rank=1, local_size=2, cross_rank=0, cross_size=1),
     ]
+
+
+def test_an_executor_whose_name_resolves_to_no_address_of_its_host_is_named():
+    assert _interface("a", "a.ns", LOOPBACK)
+    with pytest.raises(
+        LaunchError, match=r"of a has the address 127\.0\.1\.1, .*, a\.ns, resolves"
+    ):
+        _interface("a", "a.ns", "127.0.1.1")
 
 
 def test_the_rendezvous_answers_only_those_who_know_the_key():
