@@ -18,6 +18,7 @@ from hvkit.checkpoint.part_types import StrategyPart
 from hvkit.checkpoint.saved_object import (
     RANKS_FILE,
     Part,
+    keys_by_rank,
     load_rank_states,
     states_of,
 )
@@ -143,8 +144,21 @@ def load(
         if part.name not in manifest.parts:
             part.begin_after(manifest.step)
             continue
+        facts = {**manifest.parts[part.name], "step": manifest.step}
+        shards = [folder / name for name in facts.get("shares", ())]
+        # A rank that already has a problem still takes part in the broadcast.
+        content = None if shards else _content(found, part.file)
+        if isinstance(content, OSError):
+            problem = problem or content
+            continue
         try:
-            _load_part(found, part, take, only_receive=problem is not None)
+            if content is None:
+                part.load_shards(shards, facts)
+                continue
+            if take is not None:
+                take(part.file, content)
+            if problem is None:
+                part.load(content, facts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = problem or _explained(error, part, folder)
     epoch_random: Arrays = {}
@@ -165,24 +179,6 @@ def load(
     return epoch_random
 
 
-def _load_part(
-    found: FoundCheckpoint,
-    part: Part,
-    take: Callable[[str, memoryview], None] | None,
-    *,
-    only_receive: bool,
-) -> None:
-    facts = {**found.manifest.parts[part.name], "step": found.manifest.step}
-    if shards := [found.folder / name for name in facts.get("shares", ())]:
-        part.load_shards(shards, facts)
-        return
-    content = _content(found, part.file)
-    if take is not None:
-        take(part.file, content)
-    if not only_receive:
-        part.load(content, facts)
-
-
 def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
     """The state that only this rank has saved; nothing if there was no such rank.
 
@@ -195,16 +191,19 @@ def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
         if name not in manifest.files:
             return {}
         with np.load(folder / name) as values:
-            return states_of(values, 0, **wanted)
+            return states_of(values, values.files, **wanted)
     with ExitStack() as stack:
 
         @functools.cache
-        def saved() -> Any:  # on the rank that reads
-            return stack.enter_context(np.load(folder / RANKS_FILE))
+        def saved() -> tuple[Any, dict[int, list[str]]]:  # on the rank that reads
+            values = stack.enter_context(np.load(folder / RANKS_FILE))
+            return values, keys_by_rank(values)
 
-        return collectives.scatter(
-            _CALL, lambda rank: states_of(saved(), rank, **wanted), found.rank
-        )
+        def states(rank: int) -> Arrays:
+            values, keys = saved()
+            return states_of(values, keys.get(rank, ()), **wanted)
+
+        return collectives.scatter(_CALL, states, found.rank)
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
@@ -238,8 +237,8 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
             )
 
 
-def _content(found: FoundCheckpoint, file: str) -> memoryview:
-    """The bytes of one rank's file on every rank; OSError there if that rank cannot read it."""
+def _content(found: FoundCheckpoint, file: str) -> memoryview | OSError:
+    """The bytes of one rank's file on every rank, or why that rank cannot read it; a collective."""
     content = np.empty(0, np.uint8)
     error: OSError | None = None
     if runtime.rank() == found.rank:
@@ -249,7 +248,7 @@ def _content(found: FoundCheckpoint, file: str) -> memoryview:
         except OSError as unreadable:
             error = OSError(unreadable.errno, unreadable.strerror, str(path))
     if error := collectives.from_rank(found.rank, error):
-        raise error
+        return error
     return collectives.broadcast_bytes(content, found.rank).data
 
 

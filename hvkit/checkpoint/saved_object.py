@@ -219,20 +219,32 @@ def write_states(path: Path, states: Iterable[Arrays]) -> None:
             rank += 1
 
 
+def keys_by_rank(keys: Iterable[str]) -> dict[int, list[str]]:
+    """The names of arrays in a file of ``write_states``, by the rank that saved them."""
+    found: dict[int, list[str]] = {}
+    for key in keys:
+        found.setdefault(int(key.partition("/")[0]), []).append(key)
+    return found
+
+
 def states_of(
-    values: Mapping[str, Any], rank: int, *, same_size: bool = True, in_round: bool = True
+    values: Mapping[str, Any],
+    keys: Iterable[str],
+    *,
+    same_size: bool = True,
+    in_round: bool = True,
 ) -> Arrays:
-    """The arrays for a rank from a file of ``write_states``; none if there was no such rank.
+    """The arrays that a rank loads of those with its ``keys`` in a file of ``write_states``.
 
     ``same_size`` is whether as many ranks resume as saved: if not, layers keep rank 0's statistics.
     ``in_round`` is whether ranks go on in the middle of the saved round, with local weights.
     """
     found: Arrays = {}
-    for stored in values:
-        number, part, name = stored.split("/", 2)
+    for key in keys:
+        _, part, name = key.split("/", 2)
         wanted = in_round if name.startswith(LOCAL) else same_size
-        if int(number) == rank and (wanted or part == _RANDOM or name.startswith(SEED)):
-            found[f"{part}/{name}"] = values[stored]
+        if wanted or part == _RANDOM or name.startswith(SEED):
+            found[f"{part}/{name}"] = values[key]
     return found
 
 

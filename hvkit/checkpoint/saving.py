@@ -76,6 +76,7 @@ class Writer:
     def wait(self) -> None:
         """Wait until the last checkpoint is written; raises, once, why it could not be."""
         if (writing := self._writing) is not None:
+            writing.exception()  # only waits: after an interrupt, the next call waits again
             self._writing = None
             writing.result()
 
@@ -325,7 +326,7 @@ def join(source: Path, directory: Path) -> Path:
 def _states_of_all(folder: Path, size: int) -> Iterator[Arrays]:
     for rank in range(size):
         with np.load(folder / states_file(rank)) as values:
-            yield states_of(values, 0)
+            yield states_of(values, values.files)
 
 
 def _join_shards(files: list[Path], path: Path) -> None:

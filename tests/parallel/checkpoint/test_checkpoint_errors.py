@@ -76,6 +76,23 @@ def test_a_checkpoint_of_another_model_is_an_error_on_all_ranks_and_no_skip(fold
     assert text.startswith("on rank 1: ") == (hvkit.rank() != 1)
 
 
+def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(folder, monkeypatch):
+    """Rank 1 already has a problem, and still receives."""
+    path = make(folder).save(epoch=0, step=1) / "optimizer.pt"
+    fromfile = np.fromfile
+
+    def failing(file, *rest):
+        if file == path:
+            raise OSError(errno.EIO, "Input/output error", str(file))
+        return fromfile(file, *rest)
+
+    monkeypatch.setattr(np, "fromfile", failing)
+    is_other = hvkit.rank() == 1
+    _, text = error_of(make(folder, width=17 if is_other else 16).restore)
+    assert ("model.pt does not fit" if is_other else f"Input/output error: '{path}'") in text
+    assert hvkit.allgather(hvkit.rank()) == list(range(hvkit.size()))
+
+
 def test_a_missing_part_is_an_error_on_all_ranks(folder):
     make(folder).save(epoch=0, step=1)
     error, text = error_of(make(folder, ema=mlp()).restore)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import keras
@@ -13,7 +14,7 @@ import torch
 from cases import MORE, cases
 from quick_start import in_less_time
 
-from hvkit.checkpoint import Checkpoint, store
+from hvkit.checkpoint import Checkpoint, resume, store
 from hvkit.checkpoint.resume import batches_after
 from hvkit.sync.port import Record, record
 
@@ -113,6 +114,40 @@ def test_a_callback_counts_skipped_updates_also_after_a_resume(tmp_path, accumul
         return checkpoint.restore().step
 
     assert [fit(1), fit(2)] == steps
+
+
+def test_an_error_of_one_rank_between_collectives_is_raised_as_it_is(tmp_path, monkeypatch):
+    """It is no error of the part; the other ranks may be inside the broadcast."""
+    checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
+    checkpoint.save(epoch=0, step=1)
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "fromfile", full)
+    with pytest.raises(MemoryError):
+        checkpoint.restore()
+
+
+def test_the_names_in_a_file_of_many_ranks_are_read_once(tmp_path, monkeypatch):
+    class Values(dict):
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            return super().__iter__()
+
+    values = Values({f"{rank}/model/weight-0": rank for rank in (0, 1, 10)})
+    manifest = store.Manifest(epoch=0, step=0, batches=0, size=1)
+    monkeypatch.setattr(np, "load", lambda _: nullcontext(values))
+    monkeypatch.setattr(
+        resume.collectives, "scatter", lambda _, make, __: list(map(make, range(3)))
+    )
+    states = resume._saved_rank_states(
+        SimpleNamespace(folder=tmp_path, manifest=manifest, rank=0), in_round=True
+    )
+    assert states == [{"model/weight-0": 0}, {"model/weight-0": 1}, {}]
+    assert values.reads == 1
 
 
 @pytest.mark.parametrize("other", [2, 4])

@@ -8,12 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from scripts import run_script
 
 from hvkit.checkpoint import Checkpoint, Progress, store
+from hvkit.checkpoint.saving import Writer
 
 
 class Thing:
@@ -363,3 +366,24 @@ def test_remains_of_a_killed_run_that_are_read_elsewhere_do_not_stop_a_save(tmp_
     nfs.add("ranks.npz")
     save(tmp_path, 2)
     assert restore(tmp_path) == (2, 20)
+
+
+def test_a_wait_that_is_interrupted_forgets_no_write(tmp_path):
+    writer = Writer(tmp_path, None, background=True, replicas=None)
+    main, waits, goes_on = threading.get_ident(), threading.Event(), threading.Event()
+
+    def write():
+        waits.wait(60)
+        time.sleep(0.1)
+        signal.pthread_kill(main, signal.SIGINT)
+        goes_on.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer.start(write)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        waits.set()
+        writer.wait()
+    goes_on.set()
+    with pytest.raises(OSError, match="No space"):
+        writer.wait()
+    writer.wait()
