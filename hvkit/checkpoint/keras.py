@@ -287,11 +287,16 @@ class CallbackPart(Part):
                 state["best_weights"] = [
                     _as_dtype(dtype, values[str(i)]) for i, dtype in enumerate(dtypes)
                 ]
-        vars(self.object).update(state)
+        _set(self.object, state)
         _set_after(self.object, "on_train_begin", state)  # with which ``fit`` resets it
         if "best" in state and getattr(self.object, "monitor_op", self) is None:
             # EarlyStopping of Keras before 3.7 resets this at the end of its first epoch.
             _set_after(self.object, "_set_monitor_op", {"best": state["best"]})
+
+
+def _set(callback: Any, state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(callback, name, value)
 
 
 def _set_after(callback: Any, method: str, state: Mapping[str, Any]) -> None:
@@ -301,7 +306,7 @@ def _set_after(callback: Any, method: str, state: Mapping[str, Any]) -> None:
     def reset_and_set(*args: Any, **kwargs: Any) -> None:
         setattr(callback, method, reset)
         reset(*args, **kwargs)
-        vars(callback).update(state)
+        _set(callback, state)
 
     setattr(callback, method, reset_and_set)
 

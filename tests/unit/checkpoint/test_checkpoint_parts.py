@@ -181,6 +181,25 @@ def test_the_best_weights_of_a_callback_keep_their_dtype(tmp_path):
     assert resumed.best_weights is None
 
 
+def test_a_property_of_a_callback_is_restored_with_its_setter(tmp_path):
+    class Watched(keras.callbacks.EarlyStopping):
+        @property
+        def wait(self):
+            return self.waited
+
+        @wait.setter
+        def wait(self, value):
+            self.waited = value
+
+    model, saved, resumed = keras_parts()[0], Watched("loss"), Watched("loss")
+    saved.wait = 2
+    Checkpoint(tmp_path, model=model, stopping=saved).save(epoch=3, step=3)
+    Checkpoint(tmp_path, model=model, stopping=resumed).restore()
+    assert resumed.wait == 2
+    resumed.on_train_begin()
+    assert resumed.wait == 2
+
+
 def test_a_callback_goes_on_from_one_of_its_class(tmp_path):
     model = keras_parts()[0]
     Checkpoint(tmp_path, model=model, watch=keras.callbacks.EarlyStopping()).save(epoch=0, step=0)
