@@ -180,7 +180,7 @@ def _holds(directory: Path, offers: list[FoundCheckpoint], found: FoundCheckpoin
     wanted = replace(found.manifest, serial=0)
     for each in listed:
         # The files of the same checkpoint on disk were not read when the copy in memory was chosen.
-        if replace(each.manifest, serial=0) == wanted and store.has_all_bytes(
+        if replace(each.manifest, serial=0) == wanted and not store.wrong_length(
             each.folder, each.manifest
         ):
             return True
@@ -252,8 +252,8 @@ def copied_to(
                     if failed := unreadable or problem:
                         raise failed
                     assert folder is not None
-                    if not store.has_all_bytes(folder, manifest):
-                        raise OSError(errno.EIO, "its files have other lengths than when written")
+                    if reason := store.wrong_length(folder, manifest):
+                        raise OSError(errno.EIO, reason)
                     for name in manifest.files:
                         store.flush(folder / name)
                     manifest.write(folder)

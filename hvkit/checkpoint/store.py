@@ -144,15 +144,16 @@ def _damage_of(name: str) -> Iterator[None]:
         raise DamagedError(f"{name}: {error.strerror}") from None
 
 
-def has_all_bytes(folder: Path, manifest: Manifest) -> bool:
-    """Whether every file of a checkpoint has its length; unlike ``verify``, reads no file."""
-    try:
-        return all(
-            (folder / name).stat().st_size == written["bytes"]
-            for name, written in manifest.files.items()
-        )
-    except OSError:
-        return False
+def wrong_length(folder: Path, manifest: Manifest) -> str:
+    """The first file that has another length than written, empty if none has; reads no file."""
+    for name, written in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found != written["bytes"]:
+            return f"{name} has {found} of {written['bytes']} bytes"
+    return ""
 
 
 def describes(folder: Path, manifest: Manifest) -> bool:

@@ -301,6 +301,17 @@ def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkey
     assert begin(disk, replicas=1)[2].restore().step == 4
 
 
+def test_a_file_that_was_cut_while_the_ranks_loaded_it_is_named(disk, caplog):
+    save(disk, 1)
+    move(disk, 1)
+    found, _ = newest_checkpoint.find(disk, Replicas(disk, 0), "test")
+    with newest_checkpoint.copied_to(disk, found, "test") as take:
+        take("model.pt", memoryview(b"cut"))
+    length = found.manifest.files["model.pt"]["bytes"]
+    assert (f": model.pt has 3 of {length} bytes; the run" in caplog.text) == (hvkit.rank() == 0)
+    assert list(disk.glob("step-*")) == ([found.folder] if hvkit.rank() == 1 else [])
+
+
 @pytest.mark.parametrize("problem", ["unreadable", "short"])
 def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, disk, monkeypatch):
     save(disk, 1)
