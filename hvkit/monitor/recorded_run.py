@@ -58,6 +58,7 @@ class RecordedRun:
     before: RecordedRun | None = None  # the run in the same folder that this one replaces
     later: str = ""  # a sentence about a later run in the folder that has recorded nothing
     unreadable: int = 0  # lines that are no records, such as a last one that was cut off
+    _means: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -82,11 +83,17 @@ class RecordedRun:
         return max(last - self.starts[0].time, 0.0)
 
     def mean(self, name: str) -> float:
-        """The mean over all steps of a number of the records; ``group/name`` inside a group."""
-        group, _, inner = name.rpartition("/")
-        values = [(each[group] if group else each).get(inner) or 0.0 for each in self.records]
-        steps = [each["steps"] for each in self.records]
-        return float(sum(map(operator.mul, values, steps)) / max(sum(steps), 1))
+        """The mean over all steps of a number of the records; ``group/name`` inside a group.
+
+        It is calculated once: the records must be complete.
+        """
+        if name not in self._means:  # a report asks for some of them often
+            group, _, inner = name.rpartition("/")
+            values = [(each[group] if group else each).get(inner) or 0.0 for each in self.records]
+            steps = [each["steps"] for each in self.records]
+            total = sum(map(operator.mul, values, steps))
+            self._means[name] = float(total / max(sum(steps), 1))
+        return self._means[name]
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part, mean over the run."""

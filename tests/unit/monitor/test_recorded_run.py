@@ -45,6 +45,13 @@ def test_the_records_are_read_and_shown(run_of):
     assert "a rank sends 2 MB a step: gradients" in text
 
 
+def test_means_are_calculated_once(run_of):
+    run = run_of(start(), record(10))
+    assert run.mean("seconds/step") == 0.1
+    run.records = None  # there may be many
+    assert run.mean("seconds/step") == 0.1
+
+
 RESTARTED = start(10, restart=1, reason="rank 3 on node2 was killed")
 
 
