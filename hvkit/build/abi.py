@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,12 @@ _ARCHITECTURE = "HOROVOD_BUILD_ARCH_FLAGS"
 _GLIBC_OF_LIBSTDCXX = ((24, 17), (28, 31), (29, 34), (30, 35), (33, 39))
 
 
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
 def _maps_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(v, str) for v in [*value, *value.values()])
+    return isinstance(value, dict) and _are_texts([*value, *value.values()])
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,16 @@ class Abi:
             found = cls(**{**facts, **lists})
         except (TypeError, KeyError) as error:
             raise BuildError(f"facts of another version of hvkit: {error}") from error
-        texts = [found.horovod, found.patches, found.python, found.platform, found.mpi]
-        texts += [*found.cpu, *found.search, found.cuda or ""]
-        maps = _maps_texts(found.frameworks) and _maps_texts(found.options)
-        known = maps and found.frameworks.keys() <= {*NAMES}
-        if not known or not all(isinstance(text, str) for text in texts):
-            raise BuildError("facts of another version of hvkit")
+        texts = ("horovod", "patches", "python", "platform", "mpi")
+        fits = {name: isinstance(getattr(found, name), str) for name in texts}
+        fits |= {name: _are_texts(values) for name, values in lists.items()}
+        fits |= {
+            "frameworks": _maps_texts(found.frameworks) and found.frameworks.keys() <= {*NAMES},
+            "cuda": found.cuda is None or isinstance(found.cuda, str),
+            "options": _maps_texts(found.options),
+        }
+        if wrong := [name for name, fit in fits.items() if not fit]:
+            raise BuildError(f"facts of another version of hvkit: {', '.join(wrong)}")
         return found
 
 

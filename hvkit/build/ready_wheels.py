@@ -154,6 +154,10 @@ def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
         )
     path = folder / wheel.name
     path.write_bytes(data)
+    if facts_of(path) != wheel.abi:
+        raise BuildError(
+            f"{wheel.name} in {shown(source)} holds other facts than {INDEX} says{_AGAIN}"
+        )
     return path
 
 

@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from fake_wheels import wheel_of
 
 from hvkit.build import BuildOptions, installer, ready_wheels
+from hvkit.build.abi import Abi
 from hvkit.build.wheels import facts_of, join
 from hvkit.errors import BuildError
 
@@ -91,6 +92,8 @@ NO_ENTRIES = [
     {"abi": {"frameworks": {"jax": "1"}}},
     {"abi": {"frameworks": {"pytorch": 2}}},
     {"abi": {"cpu": None}},
+    {"abi": {"cuda": 0}},
+    {"abi": {"cuda": []}},
     {"abi": {"new in the next version": 1}},
     "horovod",
 ]
@@ -117,6 +120,23 @@ def test_an_entry_of_another_version_is_refused_alone_and_kept(abi, machine, tmp
         *(one["name"] for one in (newer, good[1])),
         more.name,
     ]
+
+
+def test_the_facts_that_are_wrong_are_named(abi):
+    wrong = {**asdict(abi), "mpi": 5, "cpu": [1], "cuda": 0, "options": {"CXX": None}}
+    with pytest.raises(BuildError, match=r"another version of hvkit: mpi, cpu, cuda, options$"):
+        Abi.of(wrong)
+
+
+def test_a_wheel_with_other_facts_than_the_index_is_refused(abi, tmp_path):
+    folder = tmp_path / "wheels"
+    made = ready_wheels.add(wheel_of(abi, tmp_path, "0.28.1+hvkit1"), folder)
+    (entry,) = json.loads((folder / ready_wheels.INDEX).read_text())
+    entry["abi"]["search"] = ["/elsewhere"]
+    wheel = ready_wheels.ReadyWheel.of(entry)
+    says = rf"{re.escape(made.name)} in {folder} holds other facts than wheels\.json says\. Make"
+    with pytest.raises(BuildError, match=says):
+        ready_wheels.fetch(wheel, str(folder), tmp_path)
 
 
 def install_from(folder):
