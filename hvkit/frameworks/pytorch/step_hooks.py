@@ -61,7 +61,7 @@ from hvkit.frameworks.pytorch.optimizers import (
 )
 from hvkit.runtime import Group
 
-Closure = Callable[[], Any]
+Closure = Callable[..., Any]
 _Hooks = OrderedDict[int, Callable[..., Any]]
 
 # Hooks are not compiled with a compiled step: they look at values that differ from step to step.
@@ -83,6 +83,10 @@ def _nothing(*_: Any) -> None:
     """What a feature does where it does not act."""
 
 
+def _unchanged(loss: Any) -> Any:
+    return loss
+
+
 @dataclass(frozen=True)
 class Feature:
     """The functions that one feature has around an update.
@@ -96,7 +100,7 @@ class Feature:
     gradients: Callable[[Any], None] = _nothing
     renewed: Callable[[], bool] = lambda: False
     """Whether there are gradients that ``gradients`` has not seen."""
-    loss: Callable[[Any], Any] = lambda loss: loss
+    loss: Callable[[Any], Any] = _unchanged
     """Computes the loss that the update gets from the one that the closure returned."""
     update_begins: Callable[[Any], None] = _nothing
     update_ends: Callable[[], None] = _nothing
@@ -120,6 +124,8 @@ class UpdateHooks:
         self._features: list[Feature] = []  # from the outermost to the innermost
 
     def add(self, feature: Feature) -> None:
+        if any(each.place is feature.place for each in self._features):
+            raise ValueError(f"two features at {feature.place.name} around an optimizer's updates")
         self._features = sorted([*self._features, feature], key=lambda each: each.place)
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
@@ -137,11 +143,12 @@ class UpdateHooks:
         except BaseException:
             self.fail(optimizer, 0)
             raise
-        if closure is None:
-            return None
+        of_closure = {(each.gradients, each.loss) for each in self._features}
+        if closure is None or of_closure <= {(_nothing, _unchanged)}:
+            return closure
 
-        def with_hooks() -> Any:
-            loss = closure()
+        def with_hooks(*args: Any) -> Any:
+            loss = closure(*args)
             self._use_gradients(optimizer)
             for each in reversed(self._features):
                 loss = each.loss(loss)
@@ -204,9 +211,9 @@ class UpdateHooks:
         if closure is None:
             return None
 
-        def outside() -> Any:  # of the update: the user's closure sees the user's rate
+        def outside(*args: Any) -> Any:  # of the update: the closure sees the user's rate
             self._end_update()
-            loss = closure()
+            loss = closure(*args)
             self._begin_update(optimizer)
             return loss
 

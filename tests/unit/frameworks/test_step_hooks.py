@@ -94,6 +94,33 @@ def test_gradients_of_a_closure_are_used_after_each_call_of_it():
         assert events == ["closure", *gradients, *(f"loss {name}" for name in losses)]
 
 
+def test_a_closure_that_no_feature_uses_stays_as_it_is():
+    hooks = hooks_of([], [], Feature(Order.RANKS, before=lambda *_: None))
+
+    def closure(by):
+        return by
+
+    assert hooks.begin("optimizer", closure) is closure
+
+
+@pytest.mark.parametrize("place", [Order.RANKS, Order.RATE])
+def test_an_optimizer_may_pass_arguments_to_its_closure(place):
+    class Passes(torch.optim.SGD):
+        def step(self, closure):
+            return closure(3)
+
+    optimizer = Passes([torch.nn.Parameter(torch.ones(1))], 0.1)
+    features = {Order.RANKS: recorded(Order.RANKS, []), Order.RATE: noting(Order.RATE, [])}
+    attach([optimizer], hooks_of([], [], features[place]))
+    assert optimizer.step(lambda by: by) == 3
+
+
+def test_a_place_is_for_one_feature():
+    hooks = hooks_of([Order.RATE], [])
+    with pytest.raises(ValueError, match="two features at RATE"):
+        hooks.add(Feature(Order.RATE))
+
+
 def test_updates_inside_another_belong_to_it():
     events = []
     hooks = hooks_of([Order.RANKS], events)
