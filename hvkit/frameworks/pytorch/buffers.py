@@ -253,7 +253,7 @@ def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def average(modules: Sequence[nn.Module]) -> None:
     """Average the buffers of modules over ranks; a collective. Through ``data``, as statistics."""
-    everything = named_in(modules, nn.Module.named_buffers)
+    everything = named_in(modules, operator.methodcaller("named_buffers"))
     named = {n: b for n, b in everything.items() if b.layout is torch.strided}
     first = require_same_buffers(
         [f"buffer {n}: {tuple(b.shape)}, {b.dtype}" for n, b in named.items()]

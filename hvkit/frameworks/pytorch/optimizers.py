@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ def named_parameters(
 ) -> dict[str, nn.Parameter]:
     """The parameters of the models, and the ones that only optimizers have; each once."""
     names: dict[nn.Parameter, str] = {}
-    for name, p in named_in(models, nn.Module.named_parameters).items():
+    for name, p in named_in(models, methodcaller("named_parameters")).items():
         names.setdefault(p, name)  # another model may share it
     for o, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):

@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class PyTorchPort:
         return False
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
-        return named_in(self.models, nn.Module.named_buffers)
+        return named_in(self.models, methodcaller("named_buffers"))
 
     def facts(self) -> list[str]:
         facts = []

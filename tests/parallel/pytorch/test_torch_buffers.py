@@ -72,6 +72,31 @@ def test_averaged_buffers_are_those_of_one_process_if_they_are_means():
     assert same_on_all_ranks(arrays(model.state_dict().values()))
 
 
+class OfTheRank(nn.Linear):
+    """Has a parameter and a buffer that it does not name."""
+
+    def __init__(self):
+        super().__init__(8, 4)
+        self.own = nn.Parameter(torch.full((2,), float(hvkit.rank())))
+        self.register_buffer("noise", torch.full((2,), float(hvkit.rank())))
+
+    def named_parameters(self, *args, **kwargs):
+        return (each for each in super().named_parameters(*args, **kwargs) if each[0] != "own")
+
+    def named_buffers(self, *args, **kwargs):
+        return (each for each in super().named_buffers(*args, **kwargs) if each[0] != "noise")
+
+
+def test_what_a_model_does_not_name_is_left_to_each_rank():
+    model, optimizer = distributed(model=OfTheRank(), check_every=1)
+    for batch in local(regression(steps=2)):
+        backward(model, batch)
+        optimizer.step()
+    hvkit.average_buffers(model)
+    assert [*model.own.tolist(), *model.noise.tolist()] == [hvkit.rank()] * 4
+    assert same_on_all_ranks(arrays(model.parameters()))
+
+
 def test_learnt_buffers_are_named_in_the_first_step(caplog):
     train(*distributed(model=net(0)), local(regression(steps=2)))
     (text,) = said(caplog)
