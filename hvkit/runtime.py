@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hvkit import watch
-from hvkit.errors import LaunchError
+from hvkit.errors import LaunchError, ranks_text
 from hvkit.host.rank_variables import Launched, launch_id, launched, rank_id, rank_settings
 from hvkit.host.run_reports import report
 from hvkit.host.system import claim
@@ -160,6 +160,12 @@ class Group:
     def engine(self) -> Engine:
         """The Horovod that sends what is not a tensor of a framework."""
         return engine(self.framework) if self.framework else any_engine()
+
+    def require_all_ranks(self, call: str) -> None:
+        if not self.is_all_ranks:
+            raise ValueError(
+                f"{call} needs all ranks, but {ranks_text(self.members)} train as a group"
+            )
 
     def numbered(self, prefix: str) -> str:
         """A new name for collectives: ``hvkit.0``, then ``hvkit.1``; the same on every member.

@@ -274,6 +274,7 @@ class OptimizerShards(PartialState):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        self._group.require_all_ranks("hvkit.settled of an optimizer")
         owners = self.owner_of([variable for _, variable in self.slots])
         owned = {
             i: np.array(slot.numpy())

@@ -261,6 +261,16 @@ def test_gradients_that_are_not_finite_are_a_matter_of_their_group(
     assert ("rank 3 has a NaN or infinite gradient of parameter" in text) == of_rank_3
 
 
+@in_loops([(PyTorch, "loop"), (Keras, "eager")])
+def test_a_state_that_is_divided_within_a_group_is_not_gathered(framework, group, loop):
+    model = framework.mlp()
+    optimizer = framework.adam(model)
+    hvkit.distribute(model, optimizer, strategy=hvkit.ShardedOptimizer(), _group=group)
+    framework.loops[loop](model, optimizer, data_of(framework, group, 1)[1])
+    with pytest.raises(ValueError, match="needs all ranks, but"), hvkit.settled(optimizer):
+        pass
+
+
 def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(
     framework, group, tmp_path
 ):
@@ -271,3 +281,12 @@ def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(
         hvkit.Checkpoint(tmp_path, model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match="is trained by"):
         hvkit.average_buffers(model)
+
+
+@pytest.mark.parametrize("options", [{"strategy": hvkit.Gossip()}, {"monitor": "monitor"}])
+def test_what_needs_all_ranks_refuses_a_group(framework, group, options, tmp_path):
+    if "monitor" in options:
+        options = {"monitor": hvkit.Monitor(tmp_path)}
+    model = framework.mlp()
+    with pytest.raises(ValueError, match=r"needs all ranks, but ranks \d, \d train as a group"):
+        hvkit.distribute(model, framework.sgd(model), _group=group, **options)

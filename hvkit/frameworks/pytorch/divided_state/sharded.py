@@ -199,6 +199,7 @@ class _OwnedState(PartOfState):
             optimizer.state.pop(p, None)
 
     def _full_state(self) -> Mapping[torch.Tensor, Any] | None:
+        self._owned.group.require_all_ranks("hvkit.settled of an optimizer")
         parameters, state = self._parameters(), self._optimizer.state
         owners = self._owned.owner_of(parameters)
         owned = {
