@@ -43,6 +43,13 @@ def test_eager_ranks_may_differ_in_the_gradients_they_have(kinds):
     assert means[2] is None
 
 
+def test_more_gradients_than_variables_are_an_error():
+    variable = keras.Variable(np.zeros(3, np.float32))
+    averager = GradientAverager("hvkit.test.more", hvkit.Synchronous())
+    with pytest.raises(ValueError, match="shorter"):
+        averager([tf.ones(3), tf.ones(3)], [variable])
+
+
 @MORE
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_graphs_of_ranks_that_lack_a_gradient_are_an_error_not_a_hang(accumulate):

@@ -139,7 +139,10 @@ class GradientAverager:
         self._check(gradients, variables)
         any_dense, any_sparse = had.astype(bool)
         absent = absent or [None] * len(gradients)
-        return list(map(_filled_in, gradients, variables, absent, any_dense, any_sparse))
+        return [
+            _filled_in(*each)
+            for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
+        ]
 
     def _weighted(
         self,
