@@ -44,6 +44,7 @@ class NnxWeights(Weights):
     """The variables of a module, with vectors of NumPy.
 
     The variables have the same names and order on every rank; statistics are averaged with them.
+    ``show`` may just write: the arrays that a backward pass holds do not change.
     """
 
     step_call = "optimizer.update()"

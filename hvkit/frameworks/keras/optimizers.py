@@ -88,7 +88,10 @@ def new_like(optimizer: Any) -> Any:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether an update sets the variable to its gradient, the largest of several: float8."""
+    """Whether an update overwrites the variable with its gradient, as the scales of float8.
+
+    Of several gradients Keras then takes the largest, so that a scale covers all values.
+    """
     return getattr(variable, "overwrite_with_gradient", False)
 
 

@@ -105,7 +105,10 @@ class Variables(Weights):
         return [] if model is None else [backend_variable(w) for w in model.weights]
 
     def by_position(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Arrays by a variable's position in the model: checkpoints keep no numbers of training."""
+        """Arrays by a variable's position in the model, without those of the script's variables.
+
+        Checkpoints keep these: numbers depend on the order in which variables were trained.
+        """
         position = {id(weight): i for i, weight in enumerate(self.of_model())}
         found = {}
         for name, array in arrays.items():
