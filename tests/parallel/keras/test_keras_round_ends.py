@@ -25,6 +25,7 @@ from ranks import error_of, largest_difference
 import hvkit
 from hvkit.communication.exchanges import Mean
 from hvkit.frameworks.keras.collectives import wire
+from hvkit.frameworks.keras.weights import updates
 from hvkit.frameworks.keras.weights.local_weights import Exchanges
 
 pytestmark = [MORE, pytest.mark.two_ranks]
@@ -68,6 +69,15 @@ def test_a_schedule_may_be_at_another_step_where_an_update_was_skipped(strategy,
         by = np.float32(np.inf if number == 0 and hvkit.rank() == 1 else 1)
         step(model, optimizer, *map(tf.constant, (*batch, by)))
     assert int(optimizer.inner_optimizer.iterations.value) == 8 - hvkit.rank()
+
+
+def test_an_optimizer_with_the_id_of_one_that_is_gone_is_another(monkeypatch):
+    _, optimizer = in_rounds(hvkit.LocalSGD(2))
+    other = keras.optimizers.LossScaleOptimizer(sgd())
+    known = updates._around[id(optimizer)]
+    monkeypatch.setattr(known, "around", None)  # is not called
+    monkeypatch.setitem(updates._around, id(other.inner_optimizer), known)
+    scaled_step(mlp(), other, *local(regression(steps=1))[0])
 
 
 @pytest.mark.parametrize("loop", ["fit", "eager", "function"])

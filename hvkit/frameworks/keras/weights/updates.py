@@ -169,7 +169,8 @@ def _include_skipped_updates() -> None:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply_within(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         inner = inner_optimizer(self)
-        if (updates := _around.get(id(inner))) is None:
+        updates = _around.get(id(inner))
+        if updates is None or updates.optimizer() is not inner:  # ids are reused
             apply(self, grads, trainable_variables)
             return
         grads, variables = list(grads), variables_of(inner, trainable_variables)
