@@ -24,7 +24,7 @@ from hvkit.mesh import Mesh, divide, mesh_options, picture, rows
 from hvkit.monitor.monitor import Monitor
 from hvkit.registry import JAX, framework_of, framework_of_all
 from hvkit.runtime import Group, all_ranks
-from hvkit.strategies.parameter_server import ParameterServer
+from hvkit.strategies import DiLoCo, LocalSGD, ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Strategy
 from hvkit.strategies.synchronous import SYNCHRONOUS
 from hvkit.sync.port import (
@@ -42,6 +42,9 @@ from hvkit.sync.port import (
     record_of,
 )
 from hvkit.watch.calls import call_within, named
+
+# Strategies that work among some of the ranks.
+_IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
@@ -165,8 +168,12 @@ def distribute(
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1:
             options = replace(options, mesh=in_mesh)
-        if monitor is not None and not isinstance(monitor, Monitor):
-            raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
+        if not isinstance(strategy, _IN_GROUPS):
+            group.require_all_ranks(f"{strategy}")
+        if monitor is not None:
+            group.require_all_ranks("hvkit.Monitor")
+            if not isinstance(monitor, Monitor):
+                raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
         if not models:
             raise ValueError(f"model must hold at least one model, got {model!r}")
         if not optimizers:
