@@ -267,7 +267,7 @@ def test_more_ranks_than_slots_are_refused(hosts, tmp_path):
 def test_a_host_named_twice_is_refused_by_name_and_by_what_it_is(hosts, tmp_path):
     output = fails_before_the_start(hosts, tmp_path, "-H", "node1:1,node2:1,NODE2:2", status=2)
     assert (
-        "-H: host 3: node2 is named again after host 2: name it once, with all its slots" in output
+        "-H: host 3: NODE2 is named again after host 2: name it once, with all its slots" in output
     )
     output = fails_before_the_start(hosts, tmp_path, "-H", "node2:1,10.77.0.2:1")
     assert "node2 and 10.77.0.2 are the same host, node2" in output
