@@ -300,7 +300,7 @@ def deferred_init() -> AbstractContextManager[None]:
     before ``hvkit.distribute`` have no effect, and are refused where hvkit can notice them. Values
     that depend on no random numbers can be read in the block (``.item()``, ``if tensor > 0``), and
     are computed then. Random numbers are drawn in the block, for one tensor at a time, and
-    continue after it as without it.
+    continue after it as without it. In a mesh every rank must draw equally often there.
 
     Raises:
         ValueError: in the block, where the script reads random values, draws with a

@@ -22,6 +22,7 @@ from mesh_training import (
 )
 
 import hvkit
+from hvkit.errors import RanksDisagreeError
 from hvkit.mesh import SCHEDULES
 
 MODELS = {
@@ -96,6 +97,16 @@ def test_a_model_that_no_rank_ever_holds_trains_as_in_one_process(tied):
     train(model, optimizer, data)
     assert 0 < sum(p.is_meta for p in model.parameters()) < len(list(model.parameters()))
     assert difference(whole_state(model), reference.state_dict()) < 1e-11
+
+
+def test_ranks_that_draw_unequally_often_are_refused_on_every_rank():
+    """No rank can tell which draws are those of rank 0's weights."""
+    with hvkit.deferred_init():
+        if hvkit.rank() == 1:
+            torch.rand(3)
+        model = SMALL()
+    with pytest.raises(RanksDisagreeError, match=r"rank 1 .*\d+ random draws inside .* but \d+ "):
+        distributed(model)
 
 
 @MORE

@@ -18,7 +18,7 @@ from torch import nn
 
 import hvkit
 from hvkit.frameworks.pytorch.model_parallel.deferred_init import deferred_init
-from hvkit.frameworks.pytorch.model_parallel.init_recording import recording_of
+from hvkit.frameworks.pytorch.model_parallel.init_recording import Call, recording_of
 
 
 def deferred(build, seed=7):
@@ -117,6 +117,17 @@ def drawn_buffers():
     )
 
 
+def noised():
+    """Draws like tensors whose values depend on earlier draws."""
+    weight = torch.zeros(4, 6)[:, 1:5].t()
+    for _ in range(3):
+        weight += torch.randn_like(weight) + torch.rand_like(weight[:1])
+        weight += torch.randint_like(weight, 9) + torch.bernoulli(weight, 0.5)
+        weight += torch.empty_like(weight).copy_(weight).bernoulli_(0.5)
+        weight += nn.functional.dropout(weight) + weight.clone().normal_()
+    return Holder(weight=weight)
+
+
 def seeded():
     """Sets the seed of before the block again, a state saved in the block, and one of a fork."""
     layers = [nn.Linear(3, 3)]
@@ -178,6 +189,7 @@ MODELS = {
     "rotary": Rotary,
     "in parts": in_parts,
     "drawn buffers": drawn_buffers,
+    "noised": noised,
     "seeded": seeded,
     "default dtype": with_default_dtype,
     "load_state_dict": partial(loaded, of_numpy),
@@ -201,6 +213,15 @@ MODELS = {
 @pytest.mark.parametrize("name", cases(MODELS, list(MODELS)[::3]))
 def test_a_model_and_later_random_numbers_are_as_without_the_block(name):
     assert_as_without_the_block(made(MODELS[name]), MODELS[name])
+
+
+def test_draws_that_need_no_values_replay_nothing_in_the_block(monkeypatch):
+    repeated, repeat = [], Call.repeat
+    monkeypatch.setattr(Call, "repeat", lambda call, *args: repeated.append(repeat(call, *args)))
+    model = deferred(noised)
+    assert len(repeated) == len(recording_of(model).random_state) == 3 * 7
+    recording_of(model).make_all()
+    assert_as_without_the_block(model, noised)
 
 
 def test_parameters_have_shapes_and_no_memory():
@@ -389,6 +410,7 @@ class Late(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(1024, 2048) for _ in range(16))  # 8 MiB each
         self.apply(lambda m: nn.init.normal_(m.weight) if hasattr(m, "weight") else None)
+        self.noise = torch.randn_like(torch.cat([m.weight for m in self.layers]).mean(0))
 
 recording_of(nn.Linear(2, 2))
 with deferred_init():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ _aten = torch.ops.aten
 _FILLS = {
     *(_aten.normal_, _aten.uniform_, _aten.random_, _aten.exponential_, _aten.log_normal_),
     *(_aten.cauchy_, _aten.geometric_, _aten.zero_, _aten.fill_, _aten.copy_),
+    _aten.bernoulli_.float,
 }
+# They draw as many numbers as the first tensor has, without reading it.
+_DRAWN_LIKE = {_aten.rand_like, _aten.randn_like, _aten.randint_like, _aten.bernoulli.p}
 _ATTRIBUTES: dict[Any, Any] = {
     vars(torch._C.TensorBase)["device"].__get__: _CPU,
     vars(torch._C.TensorBase)["is_cpu"].__get__: True,
@@ -135,8 +139,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
         views = [each for each in tree_leaves((arguments, named)) if isinstance(each, View)]
         fills, reads = dict[int, int](), frozenset(view.storage for view in views)
-        if func.overloadpacket in _FILLS:
+        names = {func, func.overloadpacket}
+        if not names.isdisjoint(_FILLS):
             fills, reads = _filled(args[0], views)
+        elif not names.isdisjoint(_DRAWN_LIKE) and views and arguments[0] is views[0]:
+            # Memory of the same shape takes its place.
+            like = replace(views[0], storage=self._storages, offset=0)
+            self._storages += 1
+            arguments, fills = (like, *arguments[1:]), {like.storage: like.bytes}
+            reads = frozenset(view.storage for view in views[1:])
         try:
             result = func(*on_meta, **named_on_meta)
         except (NotImplementedError, RuntimeError) as error:
@@ -156,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if makes and all(t.numel() == 0 for t in returned):
             return func(*args, **kwargs)
         new = self._number_new(func, returned)
-        writes = frozenset([*new, *(self._storage_of(t) for t in written)])
+        writes = frozenset([*new, *fills, *(self._storage_of(t) for t in written)])
         if not writes:
             return result  # a view
         outputs = [View.of(t, self._storage_of(t)) for t in returned]

@@ -50,6 +50,12 @@ class View:
         size, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return cls(storage, size, stride, offset, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
+    @property
+    def bytes(self) -> int:
+        """Of the smallest storage that has this view."""
+        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return max(self.offset + last + 1, 0) * self.dtype.itemsize
+
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """This view of a storage that has memory."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -63,8 +69,7 @@ class View:
         """The storage of an operator's result, with the layout that it had on the meta device."""
         if (made.stride(), made.storage_offset()) == (self.stride, self.offset):
             return made.untyped_storage()
-        last = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        storage = _memory((self.offset + last + 1) * made.element_size())
+        storage = _memory(self.bytes)
         self.on(storage).copy_(made)
         return storage
 
@@ -127,6 +132,8 @@ class InitRecording:
     def add(self, call: Call) -> None:
         """Add a call, and draw its random numbers."""
         if call.state is not None:
+            # Only draws that depend on values, as ``torch.normal`` of means, replay what leads to
+            # these: a chain of n such draws takes time for n * n.
             storages = self._replayed(call.reads - call.fills.keys())
             with _without_modes():
                 call.repeat(storages)
@@ -139,13 +146,7 @@ class InitRecording:
         return torch.stack([*states, torch.get_rng_state()])[:-1]  # there may be no draw
 
     def start_from(self, states: torch.Tensor) -> None:
-        """Use another rank's random numbers; this rank's generator stays as it is."""
-        own = self.random_state
-        if states.shape != own.shape:
-            raise ValueError(
-                f"random states of shape {tuple(states.shape)}, but this rank's model needs "
-                f"{tuple(own.shape)}: draw random numbers equally often on every rank {IN_BLOCK}"
-            )
+        """Use the random numbers of a rank that draws equally often; the generator stays."""
         draws = (call for call in self._calls if call.state is not None)
         for call, state in zip(draws, states, strict=True):
             call.state = state.clone()  # torch.set_rng_state takes no view of a larger tensor
@@ -192,7 +193,7 @@ class InitRecording:
         if any(call.state is not None for call, _ in self._plan({view.storage})):
             raise ValueError(
                 f"{operation} needs the values of a tensor of shape {view.size}, but they depend "
-                f"on random numbers, which are not drawn {IN_BLOCK}: compute it from "
+                "on random numbers, which other ranks may draw differently: compute it from "
                 "Python's or NumPy's numbers, or move it after hvkit.distribute"
             )
         return view.on(self._replayed({view.storage})[view.storage])
@@ -226,6 +227,8 @@ class InitRecording:
         """The calls that make the wanted storages, each with the storages to free after it."""
         needed, plan = set(wanted), list[tuple[Call, frozenset[int]]]()
         for call in reversed(self._calls):
+            if not needed:  # as for most draws
+                break
             if not needed.isdisjoint(call.writes):
                 plan.append((call, (call.reads | call.writes) - needed))
                 needed -= call.writes - call.reads

@@ -17,7 +17,11 @@ from hvkit.communication import collectives
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.gradients.script_hooks import ScriptHooks
 from hvkit.frameworks.pytorch.initial_state import broadcast_optimizer, broadcast_tensors
-from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording, recording_of
+from hvkit.frameworks.pytorch.model_parallel.init_recording import (
+    IN_BLOCK,
+    InitRecording,
+    recording_of,
+)
 from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
     MeshKeeper,
     ModelInParts,
@@ -92,6 +96,11 @@ class MeshPort(PyTorchPort):
 
     def _is_deferred(self, tensor: torch.Tensor) -> bool:
         return self._recording is not None and tensor.is_meta
+
+    def facts(self) -> list[str]:
+        if self._recording is None:
+            return super().facts()
+        return [*super().facts(), f"{len(self._recording.random_state)} random draws {IN_BLOCK}"]
 
     def synchronise(self) -> None:
         group = all_ranks()
