@@ -84,6 +84,18 @@ def test_a_model_that_a_script_drops_is_freed(options, steps):
     assert [each() for each in held] == [None] * len(held)
 
 
+def test_a_model_that_a_script_drops_is_freed_while_its_optimizer_lives():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    model, optimizer = distributed(model=model, strategy=hvkit.FullyShard())
+    train(model, optimizer, local(regression(steps=3)))
+    held = [*map(weakref.ref, model.modules())]
+    del model
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
+    with hvkit.settled(optimizer):
+        assert hvkit.rank() or len(optimizer.state_dict()["state"]) == 6
+
+
 @pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.LocalSGD(2), hvkit.FullyShard()])
 def test_models_that_trained_together_are_freed(strategy):
     whole = nn.Sequential(Knotted(), nn.Linear(4, 4))

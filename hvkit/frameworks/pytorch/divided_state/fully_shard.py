@@ -90,6 +90,8 @@ class DividedModels(ModelState):
         self._losses = LossCounts()
         self._losses.look(wanted=True)
         together = nn.ModuleList(models)
+        for model in models:  # nothing else keeps it
+            vars(model)["_hvkit_together"] = together
         before = dict(together.named_parameters())
         self._device = next(iter(before.values())).device
         mesh = init_device_mesh(self._device.type, (runtime.size(),))

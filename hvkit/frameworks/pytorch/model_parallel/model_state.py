@@ -7,6 +7,7 @@ of them.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -55,7 +56,9 @@ class ModelState:
         slicings: Mapping[str, Slicing],
         position: MeshPosition,
     ) -> None:
-        self._model, self._holder = model, holder
+        # Optimizers keep this object, too, and may outlive the model.
+        self._model: Any = weakref.proxy(model)
+        self._holder = holder
         self._links, self._rank = links, position.along("pipeline")
         self._slicings = slicings
         # Whether this rank is in rank 0's replica of the model.
