@@ -6,6 +6,7 @@ import pytest
 import torch
 from mesh_models import GPT, MLP, Encoder
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
@@ -38,6 +39,8 @@ def test_a_plan_in_words():
         ({"h.*.mlp.9": "colwise"}, ValueError, "there are: wte, wpe, h.0.attn.c_attn, "),
         ({"ln_f": "colwise"}, ValueError, "'ln_f': ...} names no linear layer or emb"),
         ({"h.0.mlp.0": "columns"}, TypeError, "'columns'}: a layer is divided by 'colwise'"),
+        ({"h.0.mlp.0": ["colwise"]}, TypeError, "['colwise']}: a layer is divided by 'colwise' or"),
+        ({"lm_head": ColwiseParallel()}, TypeError, "a layer is divided by 'colwise' or 'rowwise'"),
         ({"lm_head": "colwise"}, ValueError, "in the same way: add 'wte': 'rowwise'"),
         ({"lm_head": "rowwise", "wte": "rowwise"}, ValueError, "same way: add 'wte': 'colwise'"),
     ],

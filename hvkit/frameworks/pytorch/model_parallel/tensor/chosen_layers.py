@@ -147,7 +147,7 @@ def requested_divisions(
     known = {n: seen for n, seen in layers.items() if seen.taken_from}
     styles: dict[str, Style] = {}
     for pattern, value in requested.items():
-        if value not in _STYLES:
+        if not isinstance(value, str) or value not in _STYLES:
             raise TypeError(
                 f"plan={{{pattern!r}: {value!r}}}: a layer is divided by 'colwise' or 'rowwise'"
             )
