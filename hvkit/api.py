@@ -86,7 +86,7 @@ def distribute(
     PyTorch's gradients are averaged when ``backward()`` returns, Keras's inside
     ``optimizer.apply``, which ``fit`` calls. Take the mean over samples as the loss; multiply a sum
     by ``hvkit.size()``, except in JAX, where a step sees the samples of all ranks. All ranks begin
-    with rank 0's weights; do not change them on some later.
+    with rank 0's weights; do not change them later on some ranks only.
 
     Args:
         model: a ``torch.nn.Module`` or a ``keras.Model`` (Keras 3 on TensorFlow,
@@ -100,8 +100,8 @@ def distribute(
         warmup_steps: optimizer steps in which the rate grows to the full one; 0 for none.
         warmup_epochs: the same in epochs, also a fraction; needs ``steps_per_epoch``.
         steps_per_epoch: each rank's optimizer steps in an epoch.
-        strategy: how the ranks are kept in step, such as ``hvkit.DiLoCo(every=50)``. Where ranks'
-            weights differ between agreements, evaluate under ``with hvkit.settled(model):``.
+        strategy: how ranks combine gradients or weights, such as ``hvkit.DiLoCo(every=50)``. Where
+            ranks' weights differ between agreements, evaluate under ``with hvkit.settled(model):``.
         accumulate: backward passes before each ``optimizer.step()``, in PyTorch; in Keras, set
             ``gradient_accumulation_steps`` on the optimizer.
         compression: how float32 gradients, or a round's changes of weights, travel: ``"bf16"``,
@@ -114,8 +114,8 @@ def distribute(
         monitor: records the learning rate and gradients' norm, and each step of Keras's ``fit``.
         mesh: ``hvkit.Mesh(pipeline=2, data=2)`` divides the model as well, among the ranks along
             the pipeline axis; ranks along the data axis train with ``strategy``. All axes in
-            PyTorch; data and pipeline for Sequential and Functional models of Keras; all others
-            than pipeline in JAX, and for Keras on JAX.
+            PyTorch; data and pipeline for Sequential and Functional models of Keras; all axes
+            except pipeline in JAX, and for Keras on JAX.
         microbatches: parts of a batch that follow each other through a pipeline; None for four for
             each stage.
         schedule: in which order: ``"GPipe"``, all forward and then all backward; or one of
@@ -135,13 +135,13 @@ def distribute(
         TypeError: the model or optimizer has an unsupported type, or they belong to different
             frameworks.
         ValueError: an argument has a wrong value; the optimizer does not hold the model's
-            parameters, or updates a module with buffers or batch norm that was not passed; an
-            earlier call got one of them; or a layer cannot be synchronised.
+            parameters, or updates a module with buffers or batch norm that was not passed; the
+            model or optimizer was passed to an earlier call; or a layer cannot be synchronised.
         RanksDisagreeError: the ranks' models, optimizers or arguments differ. Later, in
             ``backward``, an update, ``fit`` or a save: their weights; in PyTorch also their rates
             or frozen parameters.
         HorovodNotFoundError: several ranks were launched, but there is no usable Horovod.
-        LaunchError: Horovod sees another number of ranks than were launched, this host has more
+        LaunchError: Horovod sees a different number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
     first = framework_of(model)

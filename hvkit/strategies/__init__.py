@@ -8,7 +8,7 @@
     sharded_optimizer    the same, with the optimizer's state divided among the ranks
     fully_shard          weights, gradients and state divided among the ranks
     decoupled_momentum   the mean of the momenta's strongest frequencies in every step
-    local_sgd            the mean of the weights, every so many steps
+    local_sgd            the mean of the weights, every few steps
     diloco               the same, as a step of an outer optimizer
     elastic_averaging    weights and a common centre that pull at each other
     gossip               the mean of the weights of neighbours

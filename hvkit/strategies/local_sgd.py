@@ -28,7 +28,8 @@ class LocalSGD(Rounds):
     (2010); Stich, "Local SGD converges fast and communicates little" (2019).
 
     Args:
-        every: optimizer steps from one agreement to the next.
+        every: optimizer steps from one agreement to the next. It is a field of ``Rounds``;
+            ``hvkit.sync.rounds`` counts the steps. Every rank must take equally many.
     """
 
     def begin(self, weights: Vector) -> State:

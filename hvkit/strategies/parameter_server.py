@@ -33,7 +33,7 @@ class ParameterServer(Strategy):
         x <- x + 1/N (y - x_w),    x_w <- x
 
     The server takes the ranks' steps as they come, so a rank computes with weights that others have
-    changed since. ``staleness`` bounds that: a rank begins no step while it is more than so many
+    changed since. ``staleness`` bounds that: a rank begins no step while it is more than this many
     steps ahead of the slowest. ``staleness=0`` lets each step wait for all ranks and adds their
     changes in rank order: with SGD, also with momentum and weight decay, that is ``Synchronous``.
     None sets no bound. The optimizer's state stays local.

@@ -26,7 +26,10 @@ Flow = Generator[Mean | Neighbours, Any, Result]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How ranks are kept in step. All ranks must pass an equal one to ``hvkit.distribute``."""
+    """How ranks combine their gradients or weights.
+
+    All ranks must pass an equal one to ``hvkit.distribute``.
+    """
 
     has_momentum: ClassVar[bool] = False  # whether it has a momentum, in place of the optimizer's
 

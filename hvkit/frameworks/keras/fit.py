@@ -231,7 +231,11 @@ _STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "Hist
 
 @dataclass(eq=False)
 class Epoch:
-    """How ``fit`` of a model runs; all ranks have to end an epoch after the same step.
+    """How ``fit`` of one model runs on the ranks, from epoch to epoch.
+
+    Every rank must take equally many steps in an epoch, except with ``ParameterServer``. Rounds do
+    not depend on epochs: ``Rounds.every`` sets their length, and ``hvkit.sync.rounds`` counts the
+    optimizer's steps.
 
     ``compare`` ends an epoch and raises on every rank if the ranks differ. ``watching`` returns
     callbacks that are called after all others. ``begin`` is called before each epoch. ``adapt``
@@ -245,7 +249,7 @@ class Epoch:
     watching: Callable[[], list[Any]] = list
     begin: Callable[[], None] = lambda: None
     adapt: Callable[[Any], None] | None = None
-    # Of local weights; None before the model has weights.
+    # The keeper of the local weights; None before the model has weights, or if there are none.
     keeper: LocalWeightsKeeper | None = None
     # Facts that decide how many rows each batch of this rank has; None if unknown.
     rows: tuple[Any, ...] | None = None

@@ -74,13 +74,14 @@ def _corrections(
 ) -> dict[int, float]:
     """Corrections of the totals of the losses that Keras reports, by the id of a metric's variable.
 
-    None if a ``test_step`` of the script's computes the losses of ``compile`` more than once, or
-    not on all ranks. ``noted`` is by rank, from ``noted_of``.
+    Empty if a ``test_step`` of the script computes the losses of ``compile`` more than once, or not
+    on all ranks. ``noted`` is by rank, from ``noted_of``.
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None) or ()
     found: dict[int, float] = {}
-    for steps in zip_longest(*noted):  # the ranks' batches that one process has in one
+    # One batch per rank; together they are one process's batch.
+    for steps in zip_longest(*noted):
         numbers = [each for each in steps if each is not None]
         if len({len(each) for each in numbers}) > 1:
             warn_of_own_means()

@@ -19,7 +19,7 @@ from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Ext
 from hvkit.sync.compression_state import CompressionState
 
 Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
-"""What of parameters decides the layout: see ``Layouts.arrange``."""
+"""The parameter properties that determine the layout: see ``Layouts.arrange``."""
 
 
 _LAYOUTS_KEPT = 4

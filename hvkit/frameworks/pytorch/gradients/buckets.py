@@ -7,8 +7,8 @@ rank's own gradients is freed. A parameter in the memory format channels_last ha
 that order in the bucket, too; the report on each step shows whether ranks have the same formats.
 
 Some gradients are copied back instead: in float16 and bfloat16, which travel in float32; of
-parameters that are complex or not dense; and those that the script has made itself or refers to
-elsewhere, as slices of a flat tensor. If a script keeps a mean for later, its bucket gets new
+parameters that are complex or not dense; and gradients that the script created itself or still
+references, such as slices of a flat tensor. If a script keeps a mean for later, its bucket gets new
 memory.
 
 Gradients of few rows, as of ``torch.nn.Embedding(sparse=True)``, are in no bucket: ranks gather the
