@@ -30,7 +30,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, monitor: Monitor, model: keras.Model) -> None:
         super().__init__()
-        self.newest_step = -1  # that is in the means, by the monitor's count
+        self.newest_step = -1  # the newest step in the means, by the monitor's count
         self._monitor = monitor
         self._logs: Any = None
         self._means = MeansOfSteps(model)
@@ -72,7 +72,7 @@ class FitRecorder(keras.callbacks.Callback):  # type: ignore[misc]
             self._epoch_begun = time.time()
 
     def _end(self, model: keras.Model, steps: int, samples: float, result: Any) -> None:
-        """Count the steps of a call, with so many samples in all; a collective at a record."""
+        """Count the steps of a call, with this many samples in all; a collective at a record."""
         self._monitor.stride = steps
         self._logs = result
         values: Sequence[Any] = ()
@@ -138,7 +138,7 @@ class MeansOfSteps:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = weakref.ref(model)
-        # By the id of a mean: its sum and count at the beginning.
+        # Each mean's sum and count at the beginning, by the mean's id.
         self._before: dict[int, Any] = {}
 
     def begin_now(self) -> None:

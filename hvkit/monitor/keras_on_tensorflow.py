@@ -77,7 +77,7 @@ class CallsOfGraphs:
 
 
 class NormsInGraphs:
-    """The same as ``NormsOnPyTorch``, of so many optimizers, also in graphs."""
+    """The same as ``NormsOnPyTorch``, for this number of optimizers, also in graphs."""
 
     def __init__(self, optimizers: int) -> None:
         with tf.init_scope(), tf.device("CPU:0"):

@@ -40,8 +40,8 @@ RESERVED = frozenset((
 ))  # fmt: skip
 """Names in records that a script cannot use for its metrics."""
 
-# A rank is reported as slow if all ranks waited for more than this part of their time, and it was
-# last so many times more often than by chance.
+# A rank is reported as slow if all ranks waited for more than this part of their time, and it came
+# last more than this many times as often as by chance.
 _WORTH_NAMING = 0.05
 _BEYOND_CHANCE = 1.5
 
@@ -49,13 +49,13 @@ _BEYOND_CHANCE = 1.5
 class Step(NamedTuple):
     """One step of one rank, in seconds."""
 
-    duration: float  # from the end of the step before
-    data: float  # the part of it in which the batch was loaded
-    blocked: float  # the part of it in collectives
-    samples: float  # in the batch
+    duration: float  # the time since the end of the step before
+    data: float  # the part of the duration in which the batch was loaded
+    blocked: float  # the part of the duration in collectives
+    samples: float  # the number of samples in the batch
 
     def waiting(self, seconds: float) -> Step:
-        """The step with so many further seconds in a collective at its end."""
+        """The step with this many further seconds in a collective at its end."""
         return self._replace(duration=self.duration + seconds, blocked=self.blocked + seconds)
 
 
@@ -163,7 +163,7 @@ class HostLoad:
     """The load of this host since the last ``read``: from ``psutil`` and ``nvidia-ml-py``."""
 
     def __init__(self) -> None:
-        self._nvml: Any = None  # of a host without NVIDIA's library, or without a GPU
+        self._nvml: Any = None  # None on a host without NVIDIA's library, or without a GPU
         with suppress(Exception):
             nvml = import_module("pynvml")
             nvml.nvmlInit()
@@ -215,9 +215,9 @@ class StepTimes(NamedTuple):
     """
 
     steps: int
-    parts: dict[str, float]  # seconds of a step, mean over ranks and steps
-    samples_per_second: list[float]  # by rank
-    last: NDArray[np.int64]  # by rank, in how many steps it came last to the collectives
+    parts: dict[str, float]  # the seconds of each part of a step, as a mean over ranks and steps
+    samples_per_second: list[float]  # the samples per second of each rank
+    last: NDArray[np.int64]  # the number of steps in which each rank came last to the collectives
     late_by: NDArray[np.float64]
 
 

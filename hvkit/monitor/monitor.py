@@ -67,8 +67,8 @@ class Monitor:
     in the same file. A run that was saved without one can be resumed with a monitor.
 
     Args:
-        folder: of this run; made by rank 0.
-        every: record after so many steps. None: about once a second.
+        folder: the run's folder, which rank 0 makes.
+        every: record after this many steps. None: about once a second.
         tensorboard: whether to write event files; None: if TensorBoard is installed.
         hook: rank 0 calls it at each record with a dict of numbers and ``step=``:
             ``hook=mlflow.log_metrics``, ``hook=wandb.log``. If it raises, that is logged once.
@@ -104,17 +104,17 @@ class Monitor:
         # Steps of the current call: several with Keras's ``steps_per_execution``.
         self.stride = 1
         self.clock = StepClock()
-        # Of the run so far.
+        # The run's steps so far, and those before this start.
         self.steps = self._begun_after = 0
         self._begun = time.time()
         self._next = self._every or 1
         self._rows: list[Step] = []
         self._means = Means()
-        # In the batches of this step.
+        # This rank's samples in the batches of this step.
         self._samples: list[float] = []
         self._epoch: int | None = None
         self._hosts: list[str] = []
-        # Of rank 0.
+        # The file that rank 0 writes; None until it is open, and on the other ranks.
         self._file: RunFile | None = None
         # Numbers that the script has logged before the file was opened.
         self._logs: list[tuple[int, float, dict[str, float]]] = []
@@ -126,7 +126,7 @@ class Monitor:
         # How many ranks compute on the same samples, and whether this rank's norm counts.
         self._ranks_of_a_batch, self._norm_counts = 1, True
         self._skipped = skipped_steps.number
-        # In a notebook, the error of an earlier cell.
+        # The error of an earlier cell in a notebook.
         self._old_error = getattr(sys, "last_value", None)
         self._at_exit = functools.partial(_end_with_script, weakref.ref(self))
 
@@ -164,7 +164,7 @@ class Monitor:
         At a record, which comes after the same step on all ranks, this is a collective.
 
         Args:
-            samples: in this rank's batch; by default, those that ``batches`` has counted.
+            samples: how many are in this rank's batch; by default, as ``batches`` has counted.
             **metrics: numbers or tensors with one value, such as this rank's loss.
 
         Raises:
@@ -247,7 +247,7 @@ class Monitor:
         """Record the learning rate and the norm of the gradients; ``distribute`` calls this.
 
         A collective. With JAX both are inside the compiled step: what it returns can be logged.
-        ``position`` is this rank's in the mesh that divides the models, if any.
+        ``position`` is this rank's position in the mesh that divides the models, if any.
         """
         self._require_open()
         if self._norms is not None:

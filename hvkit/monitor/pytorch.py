@@ -32,7 +32,8 @@ class GradientNorms:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._pending = False
         self._optimizers = list(optimizers)
-        # By the optimizer's number: after backward(), when its update began, and which have begun.
+        # The norms after backward() and when an update began, by the optimizer's number, and the
+        # numbers of the optimizers whose updates have begun.
         self._averaged: dict[int, torch.Tensor] = {}
         self._applied: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()

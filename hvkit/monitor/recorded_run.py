@@ -32,8 +32,8 @@ class Start:
 
     time: float  # seconds since 1970
     step: int  # the step after which it begins
-    hosts: tuple[str, ...]  # by rank, its host; with a parameter server, only that of rank 0
-    reason: str  # of a restart; ``resumed`` if somebody else started it again; empty for the first
+    hosts: tuple[str, ...]  # the host of each rank; with a parameter server, only that of rank 0
+    reason: str  # why it restarted; ``resumed`` if hvkit did not restart it; empty for the first
     lost: int  # steps that an earlier start had taken beyond ``step``, as far as it is known
     size: int  # the number of ranks
 
@@ -46,9 +46,9 @@ class RecordedRun:
     was NaN or infinite.
     """
 
-    name: str  # of the folder
+    name: str  # the folder's name
     starts: list[Start] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)  # of measurements, by step
+    records: list[dict[str, Any]] = field(default_factory=list)  # the measurements, by step
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     not_finite: dict[str, list[int]] = field(default_factory=dict)
     end: str | None = None  # the error that ended it, empty for none; None if no end is recorded

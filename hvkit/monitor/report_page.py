@@ -25,8 +25,9 @@ from hvkit.monitor.terminal_report import clock, comparison, headline, remarks, 
 # table.
 Card = dict[str, Any]
 Points = Sequence[tuple[float, float]]
-# Of a metric: what is measured, such as ``loss``, and on which data: ``training``, ``validation``;
-# empty if its name does not contain that, as for the loss of a batch in a training loop.
+# The name of a metric: what is measured, such as ``loss``, and on which data: ``training``,
+# ``validation``; empty if its name does not contain that, as for the loss of a batch in a training
+# loop.
 Name = tuple[str, str]
 
 # The most points of a line. Larger numbers, and NaN, are left out.

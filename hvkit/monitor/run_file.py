@@ -83,7 +83,7 @@ class RunFile:
         self._to_tensorboard(step=after + 1 if after else 0, session_log={"status": "START"})
 
     def record(self, step: int, epoch: int | None, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """Write what ranks have measured since the last record, which ends with this step.
+        """Write a record for the steps since the last one, up to and including ``step``.
 
         ``ranks`` holds, by rank, its ``rows`` (of ``Step``), ``metrics``, ``load``, and the rate
         and norms of its ``optimizer``.

@@ -45,8 +45,8 @@ class Agreement(NamedTuple):
     """An agreement on some weights that is running."""
 
     numbers: list[int]
-    values: Vector  # of the weights when it began
-    exchanges: Running  # return what the strategy returns
+    values: Vector  # the weights' values when it began
+    exchanges: Running  # the exchanges that run; they return what the strategy returns
 
 
 class Agreements:
@@ -226,7 +226,7 @@ class RoundSummary(NamedTuple):
 
     model: str
     optimizer: str
-    rounds: int  # how many the optimizer has ended, with this one
+    rounds: int  # the number of rounds that the optimizer has ended, with this one
     trained: list[int]
     rates: int  # a checksum of the learning rates
     # Weights that this rank's script has set before the round; the only part that may differ.

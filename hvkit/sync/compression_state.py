@@ -21,12 +21,12 @@ class CompressionState:
 
     def __init__(self, compression: Compression, ops: Ops, group: Ranks) -> None:
         self.compression = compression
-        # By key and name; the new state is kept once an update has used the means.
+        # The state, by key and name; a pending one is kept once an update has used the means.
         self.kept: dict[Hashable, dict[str, Tensor]] = {}
         self.pending: dict[Hashable, dict[str, Tensor]] = {}
         self._ops = ops
         self._group = group
-        # State from a checkpoint, of parameters without a state yet.
+        # The state from a checkpoint, for parameters that have no state yet.
         self._loaded: dict[Hashable, dict[str, np.ndarray[Any, Any]]] = {}
 
     def suits(self, dtype: Any) -> bool:

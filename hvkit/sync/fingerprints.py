@@ -107,7 +107,7 @@ def hashed(text: str) -> Rows:
 class Compared:
     """A tensor that ranks compare by its row."""
 
-    label: str  # ``"parameter 0.weight"``
+    label: str  # the name in messages, such as ``"parameter 0.weight"``
     # The distance from 1 to the next number of its dtype; 0 for dtypes that do not round.
     unit: float = 0.0
     fix: str = ""  # the advice if it differs; empty for the advice about weights
@@ -330,7 +330,7 @@ def _unlike(call: str, compared: Sequence[Compared], rows: Sequence[Rows], group
     local = np.array(rows, np.int64).tobytes()
     if len(set(collectives.gather(call, hashlib.sha256(local).digest(), group))) == 1:
         return ""
-    # Labels of rank 0 only: Keras numbers layers, and a rank may have made more.
+    # Only rank 0's labels: Keras numbers layers, and a rank may have made more.
     by_rank = collectives.gather(call, local, group)
     if len(set(map(len, by_rank))) > 1:
         return "the number of buffers"

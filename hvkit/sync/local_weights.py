@@ -132,9 +132,9 @@ class LocalOptimizer(Protocol):
 
     call: str  # the user's call that makes a step: ``SGD.step()``
 
-    steps: int  # how many it has taken since ranks last agreed on its weights
+    steps: int  # the steps that it has taken since ranks last agreed on its weights
 
-    rounds: int  # how many it has ended
+    rounds: int  # the number of rounds that it has ended
 
     @property
     def taken(self) -> int:

@@ -75,8 +75,8 @@ class ServerKeeper(LocalWeightsKeeper):
         self.strategy = strategy
         self._exchange = Exchange(strategy)
         self._vectors: list[_Vector] = []
-        # By vector, the mean over ranks of the changes since the last exchange, at the time of the
-        # last collective.
+        # The mean over ranks of the changes since the last exchange, by vector, as of the last
+        # collective.
         self._unsent: list[Array] = []
         self._served: set[int] = set()
         # The server's weights by number: from a checkpoint, until a step trains them; and as shown
@@ -300,9 +300,9 @@ class Client:
 
 
 _client: Client | None = None
-_numbers = itertools.count(1)  # of models
+_numbers = itertools.count(1)  # the numbers of models
 
-# By queue: the last iteration in which this rank has taken a batch.
+# The last iteration in which this rank has taken a batch, by queue.
 _iterations: dict[int, int] = {}
 # The queues for which ranks have differed.
 _uneven: set[int] = set()

@@ -107,7 +107,7 @@ class ShardedKeeper(Sharded, Protocol):
     mesh: str
     # A hash of the division: which rank has which part; None before the model is divided.
     layout: int | None
-    saved_layout: int | None  # the same of the checkpoint that is loaded next
+    saved_layout: int | None  # the layout of the checkpoint that is loaded next
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which ``state`` works on rank 0; a collective."""
@@ -203,7 +203,7 @@ class Port(Protocol):
 # Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
 _models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
-# Of models and optimizers that not all ranks train with.
+# The groups of models and optimizers that not all ranks train with.
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
@@ -327,7 +327,8 @@ class Statistics(Protocol):
         """Remember the finite ones."""
 
 
-# Of all models with ``on_nonfinite="skip"``; loading a checkpoint must ``keep`` them, too.
+# The statistics of all models with ``on_nonfinite="skip"``; loading a checkpoint must ``keep``
+# them, too.
 kept_statistics: weakref.WeakSet[Statistics] = weakref.WeakSet()
 
 

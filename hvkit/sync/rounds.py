@@ -1,4 +1,4 @@
-"""Ends rounds of a strategy that agrees on weights: after so many steps of an optimizer.
+"""Counts optimizer steps and, every ``every`` steps, ends the round: the ranks agree on weights.
 
 With ``overlap`` the agreement runs while the next round begins. It changes the weights of the end
 of the round; that change is then added to the present weights, so no step in between is lost.
@@ -36,9 +36,9 @@ from hvkit.watch.calls import call
 class _Round(NamedTuple):
     """A round whose agreements overlap with the next one."""
 
-    number: int  # the optimizer's
-    summary: RoundSummary | None  # None if the ranks do not compare how they end it
-    agreements: list[Agreement]  # on all its weights, some at a time
+    number: int  # the optimizer's number
+    summary: RoundSummary | None  # its summary; None if the ranks do not compare how they end it
+    agreements: list[Agreement]  # the agreements on all its weights, each on some of them
 
     def concerns(self, numbers: Container[int] | None) -> bool:
         """Whether to wait for it before any of these weights changes; None for all."""
@@ -158,7 +158,7 @@ class RoundKeeper(LocalWeightsKeeper):
             summary = None
             if self._is_compared(optimizer.rounds):
                 label, rounds = self._optimizer_label(number), optimizer.rounds
-                # Of this optimizer only: some ranks may have freed the others already.
+                # The rates of this optimizer only: some ranks may have freed the others already.
                 rates = optimizer.checksum_of_rates()
                 chosen = sorted(updated & self._set_by_script)
                 summary = RoundSummary(self._name, label, rounds, changed, rates, chosen)
