@@ -25,7 +25,7 @@ from hvkit.frameworks.keras.divided_state import why_not_by_variable
 from hvkit.frameworks.keras.fit import Epoch, share_results
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
-from hvkit.frameworks.keras.pipeline.parts import ModelInParts, ModelParts, OptimizerParts
+from hvkit.frameworks.keras.pipeline.parts import ModelForCallbacks, ModelParts, OptimizerParts
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.frameworks.keras.port import KerasPort
@@ -156,7 +156,7 @@ class PipelinePort(KerasPort):
         if isinstance(callback, keras.callbacks.ModelCheckpoint | keras.callbacks.EarlyStopping):
             set_model = type(callback).set_model
             callback.set_model = lambda model: set_model(
-                callback, ModelInParts(model, self._divided_parts)
+                callback, ModelForCallbacks(model, self._divided_parts)
             )
 
     def _divided_parts(self) -> ModelParts:

@@ -230,7 +230,7 @@ class OptimizerParts(PartialState):
             yield
 
 
-class ModelInParts:
+class ModelForCallbacks:
     """The model that a callback sees; all ranks of the pipeline call the same methods."""
 
     is_in_parts = True

@@ -27,7 +27,7 @@ from hvkit.pipeline.stages import GPipe, Specs, sizes_of
 _NO_GRADIENT = -1.0
 
 
-class ForwardPass:
+class StagePass:
     """Computes this rank's stage for one batch, and keeps what the backward pass needs.
 
     ``results`` are, by micro-batch, the outputs and their masks on the last rank. ``sums`` are the
@@ -138,7 +138,7 @@ class PipelinedModel:
         self._channel.step += 1
         with self._channel.in_call(), self._channel.times.passing():
             self._require_same_batch(flat, recording, training)
-            done = ForwardPass(self, flat, sizes, recording, training)
+            done = StagePass(self, flat, sizes, recording, training)
             outputs, masks = self._on_all_ranks(done)
             penalties, of_penalties = self._penalties()
             if recording and self._model.trainable_variables:
@@ -204,7 +204,7 @@ class PipelinedModel:
             "keras.utils.set_random_seed with the same number, or pass shuffle=False",
         )
 
-    def _on_all_ranks(self, done: ForwardPass) -> tuple[list[Any], list[Any]]:
+    def _on_all_ranks(self, done: StagePass) -> tuple[list[Any], list[Any]]:
         """The outputs of the whole batch and their masks, from the last stage."""
         whole = [
             None if column[0] is None else ops.concatenate(column, 0)
@@ -247,7 +247,7 @@ class PipelinedModel:
 
     def _connected(
         self,
-        done: ForwardPass,
+        done: StagePass,
         outputs: list[Any],
         penalties: list[Any],
         of_penalties: Callable[..., Any],
@@ -262,7 +262,7 @@ class PipelinedModel:
 
     def _backward(
         self,
-        done: ForwardPass,
+        done: StagePass,
         variables: Sequence[Any],
         of_outputs: Sequence[Any],
         of_penalties: dict[int, Any],
@@ -280,7 +280,7 @@ class PipelinedModel:
             done.order.backward(done, list(zip(*columns, strict=True)))
             return self._with_norms(done, variables)
 
-    def _with_norms(self, done: ForwardPass, variables: Sequence[Any]) -> list[Any]:
+    def _with_norms(self, done: StagePass, variables: Sequence[Any]) -> list[Any]:
         totals = self._tensors.add_gradients(done.trainable, done.sums, self.around_backward)
         own = dict(zip(map(id, done.trainable), totals, strict=True))
         norms = np.full(len(variables), _NO_GRADIENT)

@@ -223,7 +223,7 @@ class MeshKeeper:
         self.in_saved_round(lambda: self._part_keeper.load_rank_state(arrays))
 
 
-class _InParts:
+class _MeshState:
     """Implements ``hvkit.sync.port.ShardedObject``; no keeper if the strategy keeps nothing."""
 
     def __init__(self, parallel: ParallelModel, keeper: MeshKeeper | None) -> None:
@@ -252,7 +252,7 @@ class _InParts:
     def _load(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None: ...
 
 
-class ModelInParts(_InParts):
+class MeshModelState(_MeshState):
     def rank_state(self) -> dict[str, Any]:
         return self._state.slices() if self.is_divided else {}
 
@@ -284,7 +284,7 @@ class ModelInParts(_InParts):
             load(rest)
 
 
-class OptimizerInParts(_InParts):
+class MeshOptimizerState(_MeshState):
     def __init__(
         self, parallel: ParallelModel, keeper: MeshKeeper | None, optimizer: Optimizer
     ) -> None:

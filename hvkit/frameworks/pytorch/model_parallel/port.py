@@ -24,8 +24,8 @@ from hvkit.frameworks.pytorch.model_parallel.init_recording import (
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
     MeshKeeper,
-    ModelInParts,
-    OptimizerInParts,
+    MeshModelState,
+    MeshOptimizerState,
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
@@ -150,13 +150,13 @@ class MeshPort(PyTorchPort):
         of_model = Record(
             gathered=functools.partial(ParallelModel.gathered, proxy),
             numbers=proxy,
-            sharded=ModelInParts(proxy, self._keeper),
+            sharded=MeshModelState(proxy, self._keeper),
             sharded_keeper=self._keeper,
         )
         of_optimizers: list[tuple[Any, Record]] = []
         for optimizer, found in self._attach(hooks, divided=True):
             its: Any = weakref.proxy(optimizer)
-            sharded = OptimizerInParts(proxy, self._keeper, its)
+            sharded = MeshOptimizerState(proxy, self._keeper, its)
             of_optimizers.append((optimizer, replace(found, sharded=sharded)))
         return [(self.model, of_model), *of_optimizers], self._keeper
 
