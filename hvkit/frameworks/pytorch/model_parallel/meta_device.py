@@ -59,7 +59,7 @@ class OnMeta(TorchFunctionMode):
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), given)
         try:
             return func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if any(t.is_meta for t in tensors) and "grouped_mm" in getattr(func, "__name__", ""):
                 return _of_kernels_dtype(func, args, kwargs)
             if self.look is None or not any(t.is_meta for t in tensors) or not is_about(error):
@@ -228,7 +228,7 @@ def explaining_meta() -> Iterator[None]:
     """A context that explains PyTorch's errors about tensors without values by a ``ValueError``."""
     try:
         yield
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         if not is_about(error):
             raise
         raise needs_values(error) from error

@@ -202,7 +202,7 @@ class Deferred(torch.Tensor):
         if batch.is_pending and name not in _WITH_VALUE:
             try:
                 return _record(batch, first.device, func, args, kwargs)
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:
                 pass  # as where the shape of the result depends on values
         known = tree_map_only(torch.Tensor, _value_of, (args, kwargs))
         return func(*known[0], **known[1])
