@@ -141,7 +141,7 @@ def test_run_gives_input_status_and_both_outputs(rig, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (3, f"read\n{tmp_path}\n", "bad\n")
 
 
-def test_what_cannot_be_made_says_why(rig):
+def test_a_rig_that_cannot_be_made_is_refused_with_the_reason(rig):
     with pytest.raises(RigError, match="names: every host needs its own, got node1, node1"):
         rig(["node1", "node1"])
     with pytest.raises(RigError, match="user: 'nemo' is not in /etc/passwd"):

@@ -93,6 +93,6 @@ def test_a_delay_makes_packets_late_or_is_refused_for_what_the_kernel_lacks(rig)
     assert float(there_and_back) > 0.39
 
 
-def test_what_is_no_bandwidth_is_refused(rig):
+def test_a_wrong_bandwidth_is_refused(rig):
     with pytest.raises(RigError, match="five apples"):
         rig(NAMES).shape("node2", bandwidth="five apples")

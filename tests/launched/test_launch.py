@@ -79,7 +79,9 @@ def needs(module):
     ],
     ids=["a lock", "os._exit", "sys.exit", "a reason", "a class that is not here"],
 )
-def test_what_does_not_come_back_is_an_error(function, argument, kind, text, tmp_path, monkeypatch):
+def test_a_missing_or_unpicklable_result_is_an_error(
+    function, argument, kind, text, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for results that are kept
     (tmp_path / "on_ranks_only.py").write_text("class Only: pass\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -157,7 +159,7 @@ async def waits():
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )
-def test_what_cannot_start_is_refused(arguments, options, kind, text):
+def test_functions_and_options_that_cannot_start_are_refused(arguments, options, kind, text):
     with pytest.raises(kind, match=text):
         hvkit.launch(*arguments, **options)
 

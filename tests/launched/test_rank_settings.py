@@ -105,7 +105,7 @@ def test_horovods_thread_keeps_its_thread_state(tmp_path):
         assert (tmp_path / f"rank{rank}").read_text().count("<no Python frame>") == 1
 
 
-def test_what_killed_launchers_have_left_is_in_no_later_ones_way(tmp_path):
+def test_files_of_killed_launchers_do_not_stop_later_ones(tmp_path):
     name = os.uname().nodename
     for process in range(os.getpid(), os.getpid() + 3000):  # what mpirun may be called next
         folder = tmp_path / f"ompi.{process}"
@@ -119,7 +119,7 @@ def test_what_killed_launchers_have_left_is_in_no_later_ones_way(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_tensorflow_says_though_all_is_well_is_in_the_log_only(tmp_path):
+def test_messages_of_tensorflow_without_a_problem_go_to_the_log_only(tmp_path):
     script = "import tensorflow as tf; print(int(tf.ones(()) + 1))"
     environment = {n: v for n, v in os.environ.items() if n != "TF_CPP_MIN_LOG_LEVEL"}
     done = subprocess.run(

@@ -189,7 +189,7 @@ def test_both_engines_reduce_alike_whatever_the_length(framework, dtype, bytes_m
         (np.ma.array([1.0]), "sum", TypeError, "of type MaskedArray"),
     ],
 )
-def test_what_cannot_be_reduced_on_one_rank_is_an_error_on_all(value, op, kind, message):
+def test_a_value_that_one_rank_cannot_reduce_is_an_error_on_all(value, op, kind, message):
     wrong = hvkit.rank() == 1
     error, text = error_of(lambda: hvkit.allreduce(value if wrong else 1.0, op if wrong else "sum"))
     assert error is kind

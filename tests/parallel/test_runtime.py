@@ -221,7 +221,7 @@ class Poison:
 
 
 @pytest.mark.parametrize("by_mpi", [True, False])
-def test_what_rank_0_cannot_read_is_an_error_on_all_and_leaves_nothing_in_the_way(
+def test_an_object_that_rank_0_cannot_read_is_an_error_on_all_and_blocks_nothing(
     sent, monkeypatch, by_mpi
 ):
     monkeypatch.setattr(mailbox, "can_send", lambda engine: by_mpi)

@@ -114,7 +114,7 @@ def test_lists_and_tensors_have_their_shape_and_nulls_are_named(tmp_path):
         rows.to_numpy()
 
 
-def test_what_cannot_be_divided_is_refused(dataset, tmp_path):
+def test_datasets_that_cannot_be_divided_are_refused(dataset, tmp_path):
     (tmp_path / "table.csv").write_text("x\n1\n")
     with pytest.raises(TypeError, match="takes datasets of Parquet files"):
         shard(pyarrow.dataset.dataset(tmp_path / "table.csv", format="csv"))

@@ -72,7 +72,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("framework", "given", "message"), REFUSED, ids=[f"{f.name}: {m}" for f, _, m in REFUSED]
 )
-def test_what_does_not_go_together_is_named_with_what_to_do(framework, given, message):
+def test_options_that_do_not_go_together_are_named_with_the_fix(framework, given, message):
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(framework, options(**given))
 
@@ -88,7 +88,7 @@ def test_what_does_not_go_together_is_named_with_what_to_do(framework, given, me
         (JAX, {"strategy": hvkit.FullyShard(), "mesh": axes(tensor=2), "batch_norm": "sync"}),
     ],
 )
-def test_what_goes_together_is_taken(framework, given):
+def test_options_that_go_together_are_accepted(framework, given):
     refuse_unsupported(framework, options(**given))
 
 

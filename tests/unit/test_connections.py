@@ -103,7 +103,7 @@ def test_a_stranger_who_sends_byte_by_byte_is_hung_up_on(listener, admitted, mon
     assert admitted.empty()
 
 
-def test_what_only_pretends_to_know_the_key_is_not_connected_to():
+def test_a_server_that_only_pretends_to_know_the_key_is_refused():
     """It accepts any answer to its own challenge, but cannot answer the other one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

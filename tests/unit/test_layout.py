@@ -58,7 +58,7 @@ def test_a_class_name_means_one_thing():
 
 
 @pytest.mark.parametrize("folder", ["sync", "pipeline", "strategies", "compression"])
-def test_what_all_frameworks_share_imports_none(folder):
+def test_shared_folders_import_no_framework(folder):
     for file in (ROOT / "hvkit" / folder).glob("*.py"):
         for node in imports_in(file):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

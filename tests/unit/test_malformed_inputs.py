@@ -153,7 +153,7 @@ ALLOCATIONS = [
 ]
 
 
-def test_what_batch_systems_set(tmp_path, monkeypatch):
+def test_damaged_variables_of_batch_systems_are_read_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = random.Random(2)
     for _ in range(300):
@@ -256,7 +256,7 @@ MESSAGES = [
     ],
     ids=["-H", "hostfile", "monitor", "MNIST", "CIFAR-10", "messages"],
 )
-def test_what_is_read_is_whole_or_refused(whole, refusal, good, tmp_path):
+def test_damaged_inputs_are_read_whole_or_refused(whole, refusal, good, tmp_path):
     readable = 0
     for data in each(250, good):
         with contextlib.suppress(refusal):

@@ -111,7 +111,7 @@ def run(tmp_path, monkeypatch, capfd):
     ],
     ids=lambda words: " ".join(words).replace(PLANTED, "..."),
 )
-def test_what_hvkit_prints_has_no_secrets(words, run):
+def test_printed_output_has_no_secrets(words, run):
     _, out, err = run(*words)
     assert out + err
     assert PLANTED not in out + err

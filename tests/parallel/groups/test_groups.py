@@ -205,7 +205,7 @@ def freeze(framework, model, optimizer):
     ],
     indirect=["framework"],
 )
-def test_what_differs_within_a_group_is_named_by_ranks_numbers_among_all(
+def test_differences_within_a_group_name_ranks_by_their_numbers_among_all(
     framework, group, change, strategy, text
 ):
     model = framework.mlp()
@@ -271,9 +271,7 @@ def test_a_state_that_is_divided_within_a_group_is_not_gathered(framework, group
         pass
 
 
-def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(
-    framework, group, tmp_path
-):
+def test_checkpoint_and_average_buffers_refuse_the_model_of_a_group(framework, group, tmp_path):
     model = framework.mlp()
     optimizer = framework.sgd(model)
     hvkit.distribute(model, optimizer, _group=group)
@@ -284,7 +282,7 @@ def test_what_takes_a_model_for_that_of_all_ranks_refuses_one_of_a_group(
 
 
 @pytest.mark.parametrize("options", [{"strategy": hvkit.Gossip()}, {"monitor": "monitor"}])
-def test_what_needs_all_ranks_refuses_a_group(framework, group, options, tmp_path):
+def test_gossip_and_monitor_refuse_a_group(framework, group, options, tmp_path):
     if "monitor" in options:
         options = {"monitor": hvkit.Monitor(tmp_path)}
     model = framework.mlp()

@@ -369,7 +369,7 @@ def test_an_optimizer_that_averages_is_not_pickled():
 
 
 @MORE
-def test_what_is_accumulated_is_not_broadcast():
+def test_accumulated_gradients_are_not_broadcast():
     """The callback sends the optimizer's variables after the first of two passes."""
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.05, momentum=0.9),

@@ -116,7 +116,7 @@ def of_all_ranks():
         (lambda: (of_all_ranks(), np.ones((2, 3))), ValueError, "belongs to all ranks already"),
     ],
 )
-def test_what_is_no_batch_is_refused(wrong, kind, message):
+def test_arguments_that_are_no_batch_are_refused(wrong, kind, message):
     with pytest.raises(kind, match=message):
         hvkit.batch(*wrong())
 
@@ -208,7 +208,7 @@ def test_a_module_whose_arrays_were_donated_to_a_step_is_not_compared(monkeypatc
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-def test_what_xla_cannot_do_is_refused_with_what_does(options, instead):
+def test_options_that_xla_replaces_are_refused_with_the_replacement(options, instead):
     with pytest.raises(ValueError, match=instead):
         small(**options)
 

@@ -175,7 +175,7 @@ def test_fit_resumes_in_the_middle_of_an_epoch(tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_what_keras_on_jax_cannot_do_is_refused_with_what_does():
+def test_options_without_keras_on_jax_are_refused_with_the_replacement():
     model = distributed_mlp()
     with pytest.raises(ValueError, match="was passed to hvkit"):
         hvkit.distribute(model, keras.optimizers.SGD(0.1))

@@ -197,7 +197,7 @@ def test_optimizers_that_ranks_cannot_divide_are_refused(kind, options, expected
     assert expected in text
 
 
-def test_what_an_optimizer_does_decides_whether_ranks_can_divide_it():
+def test_ranks_divide_an_optimizer_only_if_a_trial_shows_that_they_can():
     random_state = random.getstate()
     found = {
         type(each): why_not_by_variable(each)

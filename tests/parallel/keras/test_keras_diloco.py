@@ -24,7 +24,7 @@ from keras_models import (
 from ranks import diloco_by_hand, identical, largest_difference, shared_folder, wait_for
 
 import hvkit
-from hvkit.frameworks.keras.weights.local_weights import Exchanges
+from hvkit.frameworks.keras.tensorflow.local_weights import Exchanges
 
 
 @MORE

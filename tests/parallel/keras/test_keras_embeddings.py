@@ -8,8 +8,8 @@ from cases import MORE
 from keras_models import LOOPS, TokensAndPositions, embedded, equals_one_process, texts
 
 import hvkit
-from hvkit.frameworks.keras.gradients.averager import GradientAverager
-from hvkit.frameworks.keras.gradients.sparse import Origin, origin
+from hvkit.frameworks.keras.tensorflow.averager import GradientAverager
+from hvkit.frameworks.keras.tensorflow.sparse import Origin, origin
 
 pytestmark = MORE
 

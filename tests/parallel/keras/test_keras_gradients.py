@@ -12,7 +12,7 @@ from keras_models import graph_tape, local, mlp, regression, weights
 from ranks import error_of, largest_difference
 
 import hvkit
-from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.tensorflow.averager import GradientAverager
 
 pytestmark = pytest.mark.two_ranks
 

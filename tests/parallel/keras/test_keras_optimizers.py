@@ -20,7 +20,7 @@ from keras_models import (
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
-from hvkit.frameworks.keras.gradients.averager import GradientAverager
+from hvkit.frameworks.keras.tensorflow.averager import GradientAverager
 
 BUILT_IN = sorted(
     name

@@ -34,7 +34,7 @@ from ranks import (
 from server_log import logged
 
 import hvkit
-from hvkit.frameworks.keras.weights.local_weights import ServedModel
+from hvkit.frameworks.keras.tensorflow.local_weights import ServedModel
 from hvkit.strategies.parameter_server import add
 
 

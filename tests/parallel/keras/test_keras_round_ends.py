@@ -24,9 +24,9 @@ from ranks import error_of, largest_difference
 
 import hvkit
 from hvkit.communication.exchanges import Mean
-from hvkit.frameworks.keras.collectives import wire
-from hvkit.frameworks.keras.weights import updates
-from hvkit.frameworks.keras.weights.local_weights import Exchanges
+from hvkit.frameworks.keras.tensorflow import wire
+from hvkit.frameworks.keras.tensorflow import local_updates as updates
+from hvkit.frameworks.keras.tensorflow.local_weights import Exchanges
 
 pytestmark = [MORE, pytest.mark.two_ranks]
 

@@ -142,7 +142,7 @@ def test_fit_numbers_steps_on_after_a_resumption_with_skipped_ones(
         (sgd, "mixed_float16", "compile makes a LossScaleOptimizer for model"),
     ],
 )
-def test_what_skips_or_adds_up_itself_is_refused(make_optimizer, policy, text):
+def test_optimizers_that_skip_or_accumulate_themselves_are_refused(make_optimizer, policy, text):
     model = mlp()
     model.dtype_policy = policy
     with pytest.raises(ValueError, match=text):

@@ -79,9 +79,7 @@ def distance_from(value, model):
 
 @MORE
 @pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=str)
-def test_what_the_script_sets_between_two_fits_is_kept_and_settled_and_saved(
-    strategy, tmp_path_factory
-):
+def test_weights_set_between_two_fits_are_kept_settled_and_saved(strategy, tmp_path_factory):
     folder = shared_folder(tmp_path_factory)
     model = begun(strategy, make=normalised)
     train_on(model)
@@ -128,7 +126,7 @@ def test_rounds_before_a_checkpoint_of_another_strategy_are_forgotten(tmp_path_f
 @on_tensorflow
 @pytest.mark.parametrize("loop", CUSTOM_LOOPS)
 def test_a_round_after_an_error_begins_with_what_the_script_has_set(loop, monkeypatch):
-    from hvkit.frameworks.keras.weights import local_weights
+    from hvkit.frameworks.keras.tensorflow import local_weights
 
     monkeypatch.setattr(local_weights, "_COMPARED_EVERY", 2)
     model, optimizer = in_rounds(hvkit.DiLoCo(2, 1.0, 0.0), keras.optimizers.SGD(0.05))
@@ -296,7 +294,7 @@ def test_a_variable_beside_the_model_that_the_script_sets_is_where_the_next_roun
 
 
 @MORE
-def test_what_compression_leaves_out_at_the_end_of_fit_is_sent_later():
+def test_residuals_at_the_end_of_fit_are_sent_later():
     """The last step of the first ``fit`` is in the middle of a round, beside an agreement."""
     strategy, compression = hvkit.DiLoCo(4, 1.0, 0.0, overlap=1), hvkit.TopK(0.2)
     model, optimizer = in_rounds(strategy, keras.optimizers.SGD(0.05), compression=compression)

@@ -74,7 +74,7 @@ def with_synchronised(**_):
         (residual, {"strategy": hvkit.LocalSGD(2)}, "along the data axis of Mesh(data="),
     ],
 )
-def test_what_cannot_be_in_a_pipeline_is_refused_with_the_reason(make, options, message):
+def test_models_and_options_without_a_pipeline_are_refused_with_the_reason(make, options, message):
     model = make()
     kind, text = error_of(lambda: hvkit.distribute(model, adam(), mesh=MESH(), **options))
     assert kind is ValueError

@@ -147,7 +147,7 @@ def test_fit_of_such_a_model_is_refused():
         model.fit(*local(regression(steps=1))[0], verbose=0)
 
 
-def test_what_does_not_suit_such_a_model_is_refused():
+def test_unbuilt_models_fully_shard_and_joint_optimizers_are_refused():
     with pytest.raises(ValueError, match=r"has no weights yet.*build it, then make the optimizer"):
         hvkit.distribute(unbuilt(), torch.optim.SGD(mlp().parameters(), 0.1))
     model, optimizer = with_optimizer(mlp, 0)

@@ -132,7 +132,7 @@ def without_gradient(outputs, y):
 
 @MORE
 @pytest.mark.parametrize("loss_of", [in_place, without_gradient])
-def test_what_a_loss_may_do_with_deferred_outputs(loss_of):
+def test_a_loss_may_change_deferred_outputs_in_place_or_without_gradients(loss_of):
     assert max(differences(PassesTwo, vectors(4), loss_of=loss_of, schedule="1F1B")) < 1e-11
 
 

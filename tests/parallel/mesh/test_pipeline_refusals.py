@@ -44,7 +44,7 @@ def lbfgs(model):
         (with_old_weight_norm, adamw, {}, "use torch.nn.utils.parametrizations.weight_norm"),
     ],
 )
-def test_what_distribute_refuses(make, optimizer, options, text):
+def test_distribute_refuses_models_and_options_without_a_pipeline(make, optimizer, options, text):
     kind, message = error_of(lambda: distributed(make(), optimizer, **options))
     assert kind in (TypeError, ValueError), (kind, message)
     assert text in message
@@ -76,7 +76,7 @@ def with_one_layer():
         ),
     ],
 )
-def test_what_the_first_batch_refuses(make, options, inputs, text):
+def test_models_that_do_not_fit_a_pipeline_are_refused_at_every_call(make, options, inputs, text):
     torch.set_default_dtype(torch.float32)
     model, _ = distributed(make(), **options)
     for _ in range(2):  # not the plain forward, without the other ranks, in the second call
@@ -105,7 +105,7 @@ def test_weights_that_one_rank_has_loaded_since_are_named():
         model(torch.ones(4, 20))
 
 
-def test_what_a_divided_model_refuses():
+def test_a_divided_model_refuses_copies_and_a_second_backward():
     model, own = distributed(MLP())
     with pytest.raises(ValueError, match="cannot be copied"):
         copy.deepcopy(model)

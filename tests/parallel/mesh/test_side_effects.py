@@ -225,7 +225,7 @@ USES = [
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_a_later_call_does_to_a_divided_activation(use):
+def test_a_later_call_may_use_a_divided_activation_otherwise(use):
     (reference, _), (model, _) = both(ReadsMore, mesh=hvkit.Mesh(tensor=2), microbatches=None)
     x, _ = vectors(1)[0]
     model(x)

@@ -89,7 +89,7 @@ def _written(h):
         _written,
     ],
 )
-def test_what_a_later_call_does_between_pairs(use):
+def test_a_later_call_may_compute_otherwise_between_pairs(use):
     reference, x = Between(), ids()
     model, plan, placements = divided(reference, x)
     assert plan.sequence_regions

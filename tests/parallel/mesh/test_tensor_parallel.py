@@ -163,7 +163,7 @@ def test_logits_of_a_divided_loss_are_not_sent():
         lambda y, x: y.topk(3).values.sum() + y[..., 3:50].logsumexp(-1).sum(),
     ],
 )
-def test_what_a_later_call_does_to_logits_that_the_first_one_left_divided(later):
+def test_a_later_call_may_use_divided_logits_otherwise(later):
     class Changing(Language):
         def forward(self, x, loss=F.cross_entropy):
             return loss(super().forward(x).flatten(0, 1), x.flatten())

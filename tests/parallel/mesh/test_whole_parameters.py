@@ -209,7 +209,7 @@ def test_views_stay_up_to_date(divided):
     assert p.flatten()[5] == 7
 
 
-def test_what_one_process_refuses_is_refused(divided):
+def test_in_place_changes_of_a_leaf_are_refused_as_in_one_process(divided):
     _, p, _ = divided
     with pytest.raises(RuntimeError, match="leaf Variable"):
         p[0] = 0.0

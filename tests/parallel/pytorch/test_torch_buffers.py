@@ -87,7 +87,7 @@ class OfTheRank(nn.Linear):
         return (each for each in super().named_buffers(*args, **kwargs) if each[0] != "noise")
 
 
-def test_what_a_model_does_not_name_is_left_to_each_rank():
+def test_parameters_and_buffers_that_a_model_does_not_name_stay_each_ranks_own():
     model, optimizer = distributed(model=OfTheRank(), check_every=1)
     for batch in local(regression(steps=2)):
         backward(model, batch)

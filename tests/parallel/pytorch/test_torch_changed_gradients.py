@@ -206,7 +206,7 @@ def test_a_compression_that_keeps_a_rest_averages_once():
     assert alike(model)
 
 
-def test_what_reduce_gradients_takes():
+def test_reduce_gradients_takes_a_distributed_model_only():
     reduce = hvkit.reduce_gradients
     assert raised_everywhere(lambda: reduce([mlp()]), "got builtins.list", kind=TypeError)
     text = "Sequential was not passed to hvkit.distribute"

@@ -69,7 +69,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("steps", "rank", "change", "text"), CHANGES)
-def test_what_one_rank_changes_is_an_error_before_the_next_update(steps, rank, change, text):
+def test_a_change_on_one_rank_is_an_error_before_the_next_update(steps, rank, change, text):
     model = mlp()
     model[0].requires_grad_(change is not frozen)
     model, optimizer = distributed(model=model)

@@ -76,7 +76,7 @@ def test_a_resumed_epoch_has_the_batches_that_no_rank_has_taken(drop_last, tmp_p
         (DataLoader(range(4), batch_size=None), {}, TypeError, "needs a DataLoader with a batch"),
     ],
 )
-def test_what_cannot_be_handed_out_is_refused(data, options, kind, text):
+def test_data_and_options_that_cannot_be_handed_out_are_refused(data, options, kind, text):
     with pytest.raises(kind, match=text):
         hvkit.shard(data, **{"dynamic": True, **options})
 

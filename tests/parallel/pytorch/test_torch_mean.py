@@ -165,7 +165,7 @@ def test_a_model_of_which_a_rank_without_tokens_computes_nothing():
     assert_same(list(model.parameters()), list(reference.parameters()))
 
 
-def test_what_has_no_mean_is_refused_on_every_rank():
+def test_totals_and_counts_without_a_mean_are_refused_on_every_rank():
     def refused(total, count, *parts, kind=hvkit.RanksDisagreeError):
         return raised_everywhere(lambda: hvkit.mean(total, count), *parts, kind=kind)
 

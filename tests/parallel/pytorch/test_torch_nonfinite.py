@@ -289,7 +289,7 @@ def test_gradients_that_are_never_set_to_zero_are_named(capsys):
         ({"action": "skip", "make": torch.optim.LBFGS}, "LBFGS"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(options, text):
+def test_options_that_cannot_be_checked_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         distributed(**options)
 

@@ -72,7 +72,7 @@ def test_the_cached_wheel_replaces_horovod_of_another_build_or_none(computer, ve
     assert computer.run() == ["install", "check"]
 
 
-def test_what_changes_the_build_or_forces_it_rebuilds(computer):
+def test_force_and_changed_ingredients_rebuild(computer):
     computer.run()
     assert computer.run(force=True) == ALL
     assert computer.run(gpu="nccl") == ALL

@@ -139,7 +139,7 @@ class Evil:
         encode({"array of hvkit": ["<f8", [1], 5]}),
     ],
 )
-def test_what_is_no_message_is_an_error_and_runs_nothing(data):
+def test_bytes_that_are_no_message_are_an_error_and_run_nothing(data):
     with pytest.raises(ValueError, match="no message of hvkit"):
         decode(data)
 

@@ -33,7 +33,7 @@ class TensorFlow:
 
     def __init__(self):
         self.tf = pytest.importorskip("tensorflow")
-        from hvkit.frameworks.keras.collectives import ops
+        from hvkit.frameworks.keras.tensorflow import ops
 
         self.ops, self.tensor_of = ops, self.tf.constant
 

@@ -64,7 +64,7 @@ def test_it_is_the_transform_of_the_paper(sign, library):
         assert np.array_equal(found[0], found[1])
 
 
-def test_what_is_not_sent_stays_in_the_momentum(library):
+def test_unsent_coefficients_stay_in_the_momentum(library):
     ranks = ranks_with(library, top_k=1, chunk=8, decay=1.0, sign=False)
     sent = np.zeros(sum(LENGTHS))
     added = np.zeros((3, sum(LENGTHS)))
@@ -75,7 +75,7 @@ def test_what_is_not_sent_stays_in_the_momentum(library):
     assert np.allclose(sent + ranks.state("momentum").mean(0), added.mean(0), atol=1e-4)
 
 
-def test_what_is_not_a_number_is_no_step_of_zero(library):
+def test_a_nan_makes_its_chunk_nan_instead_of_zero(library):
     ranks = Ranks(hvkit.DeMo(top_k=2, chunk=4), [(8, 4)], 2, library)
     mine = np.ones((2, 8, 4), np.float32)
     mine[1, 0, 0] = np.nan

@@ -70,7 +70,7 @@ def test_with_as_many_columns_as_the_gradients_have_rank_it_is_the_mean(library)
     assert np.abs(fewer.mean(vectors)[0] - vectors.mean(0)).max() > 1e-2
 
 
-def test_what_is_not_a_number_is_among_the_largest_values(library):
+def test_a_nan_is_among_the_largest_values(library):
     everyone = Ranks(hvkit.TopK(0.25), [(4,)], 2, library)
     found = everyone.mean([[1, 2, np.nan, 3], [1, 2, 0, 3]])[0]
     assert np.isnan(found[2])

@@ -115,7 +115,7 @@ def test_a_failed_self_test_shows_its_last_lines():
     assert text.endswith("2 problems, no notes\n")
 
 
-def test_what_ranks_set_is_one_line_and_with_reasons_on_request():
+def test_variables_of_ranks_are_one_line_and_with_reasons_on_request():
     settings = (("A", "one"), ("B", "two"), ("C", "two"))
     ranks = [{"variable": name, "value": "1", "reason": why} for name, why in settings]
     facts = machine(set_by_ranks=ranks, threads={"OMP_NUM_THREADS": "2"})

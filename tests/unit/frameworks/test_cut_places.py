@@ -35,7 +35,7 @@ def places_of(together):
     return places_in(Net(together))
 
 
-def test_what_a_module_has_returned_may_pass_by_a_cut():
+def test_an_output_of_a_module_may_skip_a_stage():
     places = places_of(lambda net, x: x + net.second(x))
     first, second = places["first"], places["second"]
     assert (first.skips, second.skips) == ((), (ModuleOutput("first", 0),))
@@ -65,7 +65,7 @@ class Skips(nn.Module):
         return self.up(self.below(down) + down)
 
 
-def test_what_passes_by_is_the_result_of_the_module_after_all_changes_in_place():
+def test_the_output_that_skips_a_stage_is_that_after_all_changes_in_place():
     assert places_in(Skips())["below"].skips == (ModuleOutput("down", 0),)
 
 

@@ -97,7 +97,7 @@ def zeroed(layer):
         (lambda layer: nn.Linear(3, 3, device="meta"), NOT_MADE),
     ],
 )
-def test_what_changed_after_the_block_is_refused_by_name(change, message):
+def test_parameters_changed_after_the_block_are_refused_by_name(change, message):
     model = deferred(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     recording = recording_of(model)
     model[1] = change(model[1])

@@ -98,7 +98,7 @@ def test_parameters_for_each_weight_and_as_many_rows_for_each_expert():
     assert placements(ForEach(), count=5) == {"up": Placement(2), "down": Placement(1)}
 
 
-def test_what_rank_0_says_of_experts():
+def test_the_plan_counts_divided_experts_and_says_why_others_stay_whole():
     plan = plan_layers(MixtureNet("module"), (torch.zeros(2, 8, dtype=torch.long),), {}, 2)
     text = "6 of 8 linear layers and embeddings, and 2 of 2 sets of experts divided, 98%"
     assert text in str(plan)
@@ -158,7 +158,7 @@ NOT_A_SUM = "no parts of its experts for 2 ranks add up to what it computes"
         ({"inner": 15}, NOT_A_SUM),
     ],
 )
-def test_what_is_no_sum_of_parts(options, why):
+def test_experts_whose_output_is_no_sum_of_parts_stay_whole(options, why):
     assert why in reason(Own(**options))
 
 
@@ -190,7 +190,7 @@ def test_experts_that_are_used_otherwise():
     assert plan.whole["0.experts"] == "it shares a parameter with 1.experts"
 
 
-def test_what_experts_get_is_whole():
+def test_inputs_of_experts_stay_whole():
     def use(m, x, *routes):
         return m.experts(m.gate.weight.new_ones(1) * m.first(x), *routes)
 

@@ -132,7 +132,7 @@ def test_parts_of_parameters_and_frozen_ones():
     assert found == {"weight": ParameterBytes(48, 48, 48), "bias": ParameterBytes(16, 0, 0)}
 
 
-def test_what_both_sides_of_a_cut_keep_counts_on_both():
+def test_activations_that_both_sides_of_a_cut_keep_count_on_both():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     x = torch.randn(5, 4)
     found = dry_run(model, (x,), {}, torch.device("cpu"))
@@ -177,7 +177,7 @@ def test_ranks_that_divide_layers_share_a_line():
         ((1, 1), (1.5, 1.5), "ranks 4-5 needs 3.49 GB, but there are 3 GB"),
     ],
 )
-def test_what_does_not_fit_is_named(places, sizes, warned):
+def test_ranks_that_do_not_fit_into_memory_are_named(places, sizes, warned):
     memories = [Memory(p, int(s * 1e9)) for p, s in zip(places, sizes, strict=True)]
     found = too_large(RANKS, memories, (4, 5))
     assert warned in found

@@ -184,7 +184,7 @@ class BetweenBlocks(GPT):
         ),
     ],
 )
-def test_what_ends_the_division_along_the_sequence(between, why):
+def test_operations_that_end_the_division_along_the_sequence(between, why):
     plan = plan_of(BetweenBlocks(between), IDS)
     assert len(plan.divisions) == 10
     assert bool(plan.sequence_regions) == (not why)
@@ -208,7 +208,7 @@ def test_blocks_that_are_compiled_take_whole_activations():
     assert "h.0, which takes them, is compiled" in str(plan)
 
 
-def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
+def test_regions_that_only_one_mode_divides_stay_whole():
     model = BetweenBlocks(lambda block, x: block(x) if model.training else _zeroed(block(x)))
     plan, other = (plan_of(model.train(mode), IDS) for mode in (True, False))
     assert (len(plan.sequence_regions), len(other.sequence_regions)) == (1, 0)
@@ -234,7 +234,7 @@ def test_what_one_mode_alone_divides_along_the_sequence_stays_whole():
         lambda m, x: x.to(torch.ones(1, dtype=torch.float64)).to("cpu").float(),
     ],
 )
-def test_what_a_divided_activation_may_go_through(between):
+def test_operations_that_keep_an_activation_divided(between):
     assert plan_around(between).divisions == {"first": COLUMN, "second": ROW}
 
 
@@ -284,7 +284,7 @@ APART = "takes the divided dimension apart"
         (lambda m, x: x.split([8, 4, 4], -1)[0], 16, "cuts the product into [8, 4, 4]"),
     ],
 )
-def test_what_ends_a_proof(between, width, why):
+def test_operations_that_leave_a_layer_whole(between, width, why):
     plan = plan_around(between, width=width)
     assert not plan.divisions
     assert plan.share == 0

@@ -149,7 +149,7 @@ def projecting_by_the_transposed(model):
         ),
     ],
 )
-def test_what_stays_whole_together_with_all_that_has_its_weight(model, layer, why):
+def test_layers_that_share_a_weight_stay_whole_together(model, layer, why):
     plan = plan_of(model)
     assert not plan.divisions
     assert why in plan.whole[layer]

@@ -104,7 +104,9 @@ class OwnAdagrad(torch.optim.Adagrad):
         (Broken, "failed with ZeroDivisionError: ", "failed with ZeroDivisionError"),
     ],
 )
-def test_what_an_optimizer_does_decides(kind, by_parameter, by_element):
+def test_optimizers_are_divided_only_if_a_trial_shows_that_they_can_be(
+    kind, by_parameter, by_element
+):
     for why_not, expected in (
         (why_not_by_parameter, by_parameter),
         (why_not_by_element, by_element),

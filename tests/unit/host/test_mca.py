@@ -58,7 +58,7 @@ OF_USER, OF_SITE = ".openmpi/mca-params.conf", "openmpi-mca-params.conf"
 @pytest.mark.parametrize("major", [4, 5])
 @pytest.mark.parametrize("file", [OF_USER, OF_SITE])
 @pytest.mark.parametrize("line", ["btl_tcp_if_exclude = lo", "  btl_tcp_if_include=eth1"])
-def test_what_a_file_sets_for_ranks_is_left_to_it(site, major, file, line):
+def test_parameters_of_ranks_in_a_file_take_precedence(site, major, file, line):
     site.write(file, "# btl_tcp_if_include = eth1\nbtl = tcp,self\n")
     assert site.options(major) == [*DAEMONS[major], *BTL]
     site.write(file, f"mpi_x = 1\n{line}\n")
@@ -74,7 +74,7 @@ def test_what_a_file_sets_for_ranks_is_left_to_it(site, major, file, line):
         (5, "prte-mca-params.conf", "oob_tcp_if_exclude"),
     ],
 )
-def test_what_a_file_sets_for_daemons_is_left_to_it(site, major, file, name):
+def test_parameters_of_daemons_in_a_file_take_precedence(site, major, file, name):
     site.write(file, f"{name} = eth1\n")
     assert site.options(major) == BTL
 
@@ -88,7 +88,7 @@ def test_what_a_file_sets_for_daemons_is_left_to_it(site, major, file, name):
         ("PRTE_MCA_oob_tcp_if_include", BTL),
     ],
 )
-def test_what_the_environment_sets_is_left_to_it(site, variable, left):
+def test_parameters_in_the_environment_take_precedence(site, variable, left):
     assert site.options(5, **{variable: "eth1"}) == left
 
 

@@ -26,11 +26,11 @@ from hvkit.host.rank_variables import Launched, launch_id, launched, rank_id
         ({"MASTER_ADDR": "a", "RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, Launched(4, "mpirun")),
     ],
 )
-def test_what_launchers_leave_in_the_environment(environ, expected):
+def test_launchers_are_recognised_by_their_variables(environ, expected):
     assert launched(environ) == expected
 
 
-def test_what_is_typed_in_the_shell_of_srun_is_one_process_whatever_the_number_of_tasks():
+def test_a_command_in_the_shell_of_srun_is_one_process_whatever_the_number_of_tasks():
     typed = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "39761", "SLURM_TASK_PID": "1"}
     assert launched(typed) is None
     assert launched({**typed, "OMPI_COMM_WORLD_SIZE": "2"}) == Launched(2, "mpirun")
@@ -104,7 +104,7 @@ def test_ranks_of_a_bare_mpirun_exclude_docker_start_without_one_sided_messages_
     ("line", "variable"),
     [("btl_tcp_if_include = eth0", "btl_tcp_if_exclude"), ("btl = tcp,self", "btl")],
 )
-def test_what_a_file_of_open_mpis_sets_stays(site, file, line, variable):
+def test_parameters_in_a_file_of_open_mpi_stay(site, file, line, variable):
     (site / file).write_text(f"{line}\n")
     assert f"{mca.RANKS.prefix}{variable}" not in found(site)
 
@@ -119,7 +119,7 @@ def test_what_a_file_of_open_mpis_sets_stays(site, file, line, variable):
         ("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_STALL_CHECK_TIME_SECONDS"),
     ],
 )
-def test_what_the_user_has_set_stays(site, variable, chosen):
+def test_variables_that_the_user_has_set_stay(site, variable, chosen):
     assert variable in found(site)
     assert variable not in found(site, **{chosen: "1"})
 

@@ -101,7 +101,7 @@ os.read(read, 9)
 
 
 @pytest.mark.parametrize("ends", ["", "os.kill(os.getpid(), 9)"], ids=["by itself", "killed"])
-def test_what_a_process_claims_is_free_as_soon_as_it_has_ended(ends):
+def test_a_claim_is_free_as_soon_as_its_process_has_ended(ends):
     name = str(uuid.uuid4())
     run_script(CLAIMS + ends, name)
     assert claim(name)

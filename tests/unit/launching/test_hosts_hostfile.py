@@ -178,7 +178,7 @@ FIX = "use `node1 slots=4` or `node1:4` throughout"
         ),
     ],
 )
-def test_what_is_no_text_or_has_lines_of_two_forms_is_an_error(file, data, message):
+def test_a_hostfile_that_is_no_text_or_mixes_two_forms_is_an_error(file, data, message):
     assert refusal(file, data) == message
 
 

@@ -68,7 +68,7 @@ READ = (
 
 
 @needs_open_mpi_5
-def test_what_hvkit_reads_means_the_same_to_mpirun(tmp_path):
+def test_mpirun_reads_a_hostfile_as_hvkit_does(tmp_path):
     file = tmp_path / "hosts"
     file.write_text(READ)
     expected = {host.name: host.slots for host in read_hostfile(file)}

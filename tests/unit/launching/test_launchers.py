@@ -129,7 +129,7 @@ SIX = replace(THERE, networks=("fd00::/64",), daemon_networks=("fd00::/64",))
         (OPEN_MPI, SIX, "over fd00::/64, but Open MPI is built without IPv6"),
     ],
 )
-def test_what_an_mpi_cannot_do_is_refused(command, version, job, message):
+def test_jobs_that_an_mpi_cannot_start_are_refused(command, version, job, message):
     with pytest.raises(LaunchError, match=message):
         command(version, job)
 

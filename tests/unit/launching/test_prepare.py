@@ -164,7 +164,7 @@ def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, 
         ({"variables": {"MINE": None}}, "-x MINE: it is not set here: write -x MINE=VALUE"),
     ],
 )
-def test_what_cannot_be_met_is_refused_with_the_fix(hosts, monkeypatch, changes, message):
+def test_requests_that_cannot_be_met_are_refused_with_the_fix(hosts, monkeypatch, changes, message):
     monkeypatch.delenv("MINE", raising=False)
     with pytest.raises(LaunchError, match=message):
         prepared(request(**changes))

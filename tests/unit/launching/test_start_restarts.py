@@ -68,7 +68,7 @@ def test_progress_counts_from_the_newest_checkpoint(most, steps, expected):
 
 
 @pytest.mark.parametrize("status", [0, 143])
-def test_what_another_try_cannot_change_is_final(status):
+def test_success_and_leaving_without_a_checkpoint_are_final(status):
     assert not Restarts(3).again(Outcome(status))
 
 

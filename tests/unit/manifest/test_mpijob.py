@@ -183,5 +183,5 @@ def test_names_and_sizes_up_to_their_limits_are_accepted(job):
         ),
     ],
 )
-def test_what_the_operator_would_refuse_or_change_is_refused(refusal, options, complaint):
+def test_values_that_the_operator_would_refuse_or_change_are_refused(refusal, options, complaint):
     assert complaint in refusal(f"mpijob --image hvkit:1 {options} {COMMAND}")

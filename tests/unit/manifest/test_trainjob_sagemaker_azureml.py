@@ -105,5 +105,5 @@ def test_azure_starts_one_command_on_each_rank(documents):
         (f"{AZUREML} --compute 'a b'", "argument --compute: must be 1 to 255 letters"),
     ],
 )
-def test_what_a_system_would_refuse_is_refused_here(refusal, line, complaint):
+def test_values_that_a_system_would_refuse_are_refused(refusal, line, complaint):
     assert complaint in refusal(f"{line} {COMMAND}")

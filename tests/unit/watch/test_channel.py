@@ -49,7 +49,7 @@ def test_messages_of_a_rank_that_knows_the_secret_go_both_ways(both_ends):
     assert channel.receive_message(there) == channel.EndRun("it waits", 30.0)
 
 
-def test_what_a_busy_process_has_not_read_is_acknowledged(both_ends):
+def test_messages_that_a_busy_process_has_not_read_are_acknowledged(both_ends):
     there, _here = both_ends
     channel.send_message(there, channel.GotSigterm())
     deadline = time.monotonic() + 10
@@ -59,7 +59,7 @@ def test_what_a_busy_process_has_not_read_is_acknowledged(both_ends):
 
 
 @pytest.mark.parametrize("values", [{"type": "Fetch"}, {"type": "StepHeld"}, {"step": 3}])
-def test_what_is_no_message_of_a_watcher_is_an_error(both_ends, values):
+def test_objects_that_are_no_message_of_a_watcher_are_an_error(both_ends, values):
     there, here = both_ends
     channel.send(there, values)
     with pytest.raises(ValueError, match="no message of a watcher"):

@@ -73,7 +73,7 @@ def test_a_handled_traceback_is_shown_though_the_rank_ends_because_of_another():
     assert reported([handled, raising(1, "KeyError: 'x'", at=1), behind]) == {1}
 
 
-def test_what_ranks_raise_in_groups_is_compared_and_named():
+def test_errors_in_exception_groups_are_compared_and_named():
     group = "  | ExceptionGroup: two", "  +-+---- 1 ----", "    | ValueError: 7", "    +--------"
     one, other = (failure(r, "a", 1, last_lines=group, traceback=group) for r in (0, 1))
     assert reported([one, other]) == {0, 1}

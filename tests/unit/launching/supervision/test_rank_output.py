@@ -323,7 +323,7 @@ def test_the_last_words_do_not_stand_behind_a_progress_bar_in_the_report(shown):
     assert rank.last_lines() == ["epoch 1", " 80%", "all wrong"]
 
 
-def test_what_a_progress_bar_draws_over_is_not_in_the_report(shown):
+def test_overwritten_text_of_a_progress_bar_is_not_in_the_report(shown):
     rank = output_of(shown, b"\rstep", b" 3", b"\rstep", b" 4", b"\r\x1b[K", b"done\n")
     assert not any("3" in line for line in rank.last_lines())
 

@@ -70,7 +70,7 @@ def test_the_socket_of_another_run_with_the_same_number_stays(folder):
     assert path.exists()
 
 
-def test_what_a_killed_run_left_is_removed(folder):
+def test_the_socket_of_a_killed_run_is_removed(folder):
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(folder / "4711"))

@@ -63,7 +63,7 @@ def test_a_pipe_gets_other_output_byte_for_byte():
         ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
     ],
 )
-def test_what_has_failed_has_colour_on_a_terminal_that_takes_it(environ, coloured):
+def test_failures_have_colour_on_a_terminal_that_takes_it(environ, coloured):
     first = "\x1b[1;31mrank 1 failed\x1b[0m" if coloured else "rank 1 failed"
     code = r"screen.say('rank 1 failed\n    x', failed=True)"
     assert in_terminal(code, **environ) == f"{first}\n    x\n"

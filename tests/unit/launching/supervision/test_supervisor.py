@@ -71,7 +71,7 @@ def test_a_rank_that_ends_well_but_never_starts_horovod_is_not_waited_for(first)
     assert f"rank 1 on {host}: ended with exit status 0 and did not start Horovod" in done.stderr
 
 
-def test_what_is_on_standard_input_is_left_to_the_next_command(tmp_path):
+def test_standard_input_is_left_to_the_next_command(tmp_path):
     """As in a loop of a shell over the lines of a file."""
     (tmp_path / "lines").write_text("first\nsecond\n")
     words = command_line("cat; echo ranks read nothing", size=1)
@@ -88,7 +88,7 @@ def test_without_standard_input_ranks_run():
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_what_the_launcher_says_about_a_rank_that_failed_is_logged_only(status, tmp_path):
+def test_the_launchers_output_about_a_failed_rank_is_logged_only(status, tmp_path):
     says = "print('ten lines', file=sys.stderr); sys.exit(next"
     wordy = LAUNCHER.replace("sys.exit(next", says)
     style = f"style=Style(log_dir=Path({str(tmp_path)!r}))"
@@ -99,7 +99,7 @@ def test_what_the_launcher_says_about_a_rank_that_failed_is_logged_only(status, 
 
 
 @pytest.mark.parametrize(("then", "status"), cases([(LAUNCHER, 5), ("sys.exit(213)", 213)]))
-def test_what_the_launcher_says_is_shown_if_no_rank_has_failed(then, status):
+def test_the_launchers_output_is_shown_if_no_rank_has_failed(then, status):
     says = "import sys; print('no such interface', file=sys.stderr, flush=True)\n"
     done = run("sleep 1; exit 5", size=1, launcher=says + then)
     assert done.returncode == status

@@ -93,7 +93,7 @@ def test_spans_wait_for_the_first_answer_of_their_clock(timeline):
     assert [each["name"] for each in written(timeline, "X")] == ["fit", "evaluate"]
 
 
-def test_what_is_no_span_is_left_out(timeline):
+def test_lines_that_are_no_spans_are_left_out(timeline):
     nested = b'{"spans":' + b"[" * 4000
     no_time = b'{"spans": [["a", null, 0, NaN, 5]]}'
     too_long = b'{"spans": [["a", null, 0, 1.0, ' + b"9" * 400 + b"]]}"
