@@ -2,7 +2,7 @@
 
 ::
 
-    stages     cuts that make stages even, the sizes of micro-batches, and the order of work: which
+    gpipe      cuts that make stages even, the sizes of micro-batches, and the order of work: which
                stage computes which micro-batch when, and sends it where
     channel    messages between ranks, how long a rank waits for them, and equal batches
 

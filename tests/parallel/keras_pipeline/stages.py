@@ -15,7 +15,7 @@ from keras_models import ON_TENSORFLOW
 from ranks import largest_difference, same_on_all_ranks
 
 import hvkit
-from hvkit.pipeline.stages import sizes_of
+from hvkit.pipeline.gpipe import sizes_of
 
 ROWS, MICRO, PER_ROW = max(hvkit.size() // 2, 1), 4, 8
 MESH = functools.partial(hvkit.Mesh, pipeline=2, data=ROWS)

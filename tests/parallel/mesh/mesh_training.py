@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.pipeline.stages import sizes_of
+from hvkit.pipeline.gpipe import sizes_of
 
 MICROBATCHES = 4
 

@@ -32,7 +32,7 @@ from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.refusals import let_differ
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
-from hvkit.pipeline.stages import Stages
+from hvkit.pipeline.gpipe import Stages
 from hvkit.runtime import all_ranks
 from hvkit.sync.port import Options, Record
 

@@ -17,7 +17,7 @@ from keras.src.ops.function import make_node_key
 
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
-from hvkit.pipeline.stages import CutPoint, Stages, balanced_cuts, named_cuts, require_places
+from hvkit.pipeline.gpipe import CutPoint, Stages, balanced_cuts, named_cuts, require_places
 
 
 @dataclass(frozen=True)

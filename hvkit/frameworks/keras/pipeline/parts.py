@@ -22,7 +22,7 @@ from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.pipeline.layer_graph import stage_of
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
 from hvkit.pipeline.channel import Channel
-from hvkit.pipeline.stages import Stages
+from hvkit.pipeline.gpipe import Stages
 
 Array = np.ndarray[Any, Any]
 

@@ -34,7 +34,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     tensors_in,
     version_of,
 )
-from hvkit.pipeline.stages import CutPoint
+from hvkit.pipeline.gpipe import CutPoint
 
 # The property that ``buffer.data = ...`` sets.
 _DATA: Any = torch.Tensor.data

@@ -34,7 +34,7 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.host.hardware import free_memory
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
-from hvkit.pipeline.stages import megabytes
+from hvkit.pipeline.gpipe import megabytes
 
 # Elements along each dimension of a parameter in a trial of an optimizer.
 _LENGTH = 4

@@ -24,7 +24,7 @@ from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import copied_call, samples_in, tensors_in
 from hvkit.main_rank import warn_once
-from hvkit.pipeline.stages import sizes_of
+from hvkit.pipeline.gpipe import sizes_of
 
 if TYPE_CHECKING:
     from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline

@@ -37,7 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
     storage_of,
     tensors_in,
 )
-from hvkit.pipeline.stages import Stages, balanced_cuts, named_cuts, require_places
+from hvkit.pipeline.gpipe import Stages, balanced_cuts, named_cuts, require_places
 
 UNEVEN = 1.5
 """A stage with more than so many times the mean share is too large."""

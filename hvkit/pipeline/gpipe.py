@@ -1,4 +1,4 @@
-"""Stages of a model on successive ranks: cuts that make them even, and the order of their work.
+"""GPipe: a model cut into even stages on successive ranks, and the order of their work.
 
 All micro-batches go forward through all stages, and later all backward. Source: Huang et al.,
 "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).

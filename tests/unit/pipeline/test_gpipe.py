@@ -8,7 +8,7 @@ import pytest
 
 from hvkit.errors import HvkitError
 from hvkit.pipeline.channel import Channel, TensorSpec
-from hvkit.pipeline.stages import GPipe
+from hvkit.pipeline.gpipe import GPipe
 
 PARTS = [1.0, 2.0, 3.0]
 
