@@ -131,8 +131,8 @@ def framework_of_all(models: Sequence[Any], optimizers: Sequence[Any]) -> Framew
 
 def gather_module(package: str) -> Any:
     """The module with the script's calls on tensors of ``"torch"`` or ``"tensorflow"``."""
-    folder = {"torch": "pytorch", "tensorflow": "keras"}[package]
-    return import_module(f"{_HERE}.{folder}.collectives.gather")
+    folder = {"torch": "pytorch.collectives", "tensorflow": "keras.tensorflow"}[package]
+    return import_module(f"{_HERE}.{folder}.gather")
 
 
 _TENSORS = {"torch": ("Tensor",), "tensorflow": ("Tensor", "Variable"), "jax": ("Array",)}

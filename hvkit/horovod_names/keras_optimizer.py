@@ -20,10 +20,10 @@ from weakref import WeakKeyDictionary
 import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives.wire import refuse_xla
-from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply
 from hvkit.frameworks.keras.optimizers import inner_optimizer, share_scale
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
+from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply
+from hvkit.frameworks.keras.tensorflow.wire import refuse_xla
 
 
 def average_in_updates(

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import quickly_read
-from hvkit.frameworks.keras.collectives.wire import blocked_in_graphs
+from hvkit.frameworks.keras.tensorflow.wire import blocked_in_graphs
 from hvkit.monitor.measurements import StepClock
 
 

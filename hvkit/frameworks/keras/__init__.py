@@ -3,9 +3,8 @@
 On TensorFlow, gradients are averaged inside the optimizer's own update::
 
     on_tensorflow          the steps of distribute
-    ├── gradients/         averaging in optimizer.apply, weighted by samples; accumulation
-    ├── weights/           for local weights: rounds, the parameter server
-    └── collectives/       collectives in eager code and in graphs; used by most of the above
+    └── tensorflow/        averaging in optimizer.apply, weighted by samples; local weights: rounds,
+                           the parameter server; collectives in eager code and in graphs
 
 On PyTorch, PyTorch's port does most of it::
 

@@ -29,8 +29,8 @@ from hvkit.sync.port import kept_statistics
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.gather import gather_rows
-    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, as_one, refuse_xla, widened
+    from hvkit.frameworks.keras.tensorflow.gather import gather_rows
+    from hvkit.frameworks.keras.tensorflow.wire import GraphWait, Wire, as_one, refuse_xla, widened
 
 
 GatherRow = Callable[[str, Group, Any], Any]

@@ -34,7 +34,7 @@ from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.wire import Wire, graph_counter, nothing, values_of
+    from hvkit.frameworks.keras.tensorflow.wire import Wire, graph_counter, nothing, values_of
 
 
 # The distance from 1 to the next number.

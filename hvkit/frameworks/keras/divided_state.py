@@ -39,7 +39,7 @@ from hvkit.strategies import ShardedOptimizer
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.collectives.wire import GraphWait, Wire, values_of
+    from hvkit.frameworks.keras.tensorflow.wire import GraphWait, Wire, values_of
 
 # By optimizer: the innermost ones, which do the update.
 _states: WeakKeyDictionary[Any, PartialState] = WeakKeyDictionary()

@@ -32,7 +32,7 @@ from hvkit.watch.calls import call_within, translated
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 if TYPE_CHECKING:
-    from hvkit.frameworks.keras.gradients.averager import GradientAverager
+    from hvkit.frameworks.keras.tensorflow.averager import GradientAverager
 
 
 def share_results(model: keras.Model, epoch: Epoch, same_part: Group | None = None) -> None:

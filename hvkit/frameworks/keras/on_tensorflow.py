@@ -7,9 +7,9 @@ An update on TensorFlow is a part of a graph, so it has no hooks as PyTorch's ha
 wraps methods of the optimizer, the outermost first::
 
     method                       wrapped by                      what it does there
-    apply                        gradients/averaged_updates      refuses, averages the gradients;
+    apply                        tensorflow/averaged_updates     refuses, averages the gradients;
                                  (averaged_apply)                may leave the update out
-    or, with local weights:      weights/updates                 compares ranks, begins a round;
+    or, with local weights:      tensorflow/local_updates        compares ranks, begins a round;
                                  (apply_within)                  ends it, or writes to the server
     apply                        optimizers                      the rate counts as multiplied
                                  (apply_at_multiplied_rate)      until the update ends
@@ -24,7 +24,7 @@ wraps methods of the optimizer, the outermost first::
 ``LossScaleOptimizer`` calls the ``apply`` of the optimizer inside it. ``compile`` makes it later,
 so hvkit replaces methods of the class: ``check_finite`` and others in ``optimizers``, so that all
 ranks skip the updates that one process would, and with local weights ``apply`` in
-``weights/updates``, so that an update that it skips counts, too.
+``tensorflow/local_updates``, so that an update that it skips counts, too.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from hvkit import runtime
 from hvkit.frameworks.keras import buffers, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.wire import (
+from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
+from hvkit.frameworks.keras.fit import Epoch, share_results
+from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
+from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
+from hvkit.frameworks.keras.port import KerasPort
+from hvkit.frameworks.keras.tensorflow import averaged_updates
+from hvkit.frameworks.keras.tensorflow.averager import GradientAverager, SampleCounts, keeper_of
+from hvkit.frameworks.keras.tensorflow.local_updates import Updates
+from hvkit.frameworks.keras.tensorflow.local_weights import ServedModel, TensorFlowRoundKeeper
+from hvkit.frameworks.keras.tensorflow.weight_vectors import Variables
+from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
     blocked_in_graphs,
     refuse_tf_distribute,
 )
-from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
-from hvkit.frameworks.keras.fit import Epoch, share_results
-from hvkit.frameworks.keras.gradients import averaged_updates
-from hvkit.frameworks.keras.gradients.averager import GradientAverager, SampleCounts, keeper_of
-from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
-from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
-from hvkit.frameworks.keras.port import KerasPort
-from hvkit.frameworks.keras.weights.local_weights import ServedModel, TensorFlowRoundKeeper
-from hvkit.frameworks.keras.weights.updates import Updates
-from hvkit.frameworks.keras.weights.variables import Variables
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds

@@ -24,8 +24,7 @@ from ranks import error_of, largest_difference
 
 import hvkit
 from hvkit.communication.exchanges import Mean
-from hvkit.frameworks.keras.tensorflow import wire
-from hvkit.frameworks.keras.tensorflow import local_updates as updates
+from hvkit.frameworks.keras.tensorflow import local_updates, wire
 from hvkit.frameworks.keras.tensorflow.local_weights import Exchanges
 
 pytestmark = [MORE, pytest.mark.two_ranks]
@@ -74,9 +73,9 @@ def test_a_schedule_may_be_at_another_step_where_an_update_was_skipped(strategy,
 def test_an_optimizer_with_the_id_of_one_that_is_gone_is_another(monkeypatch):
     _, optimizer = in_rounds(hvkit.LocalSGD(2))
     other = keras.optimizers.LossScaleOptimizer(sgd())
-    known = updates._around[id(optimizer)]
+    known = local_updates._around[id(optimizer)]
     monkeypatch.setattr(known, "around", None)  # is not called
-    monkeypatch.setitem(updates._around, id(other.inner_optimizer), known)
+    monkeypatch.setitem(local_updates._around, id(other.inner_optimizer), known)
     scaled_step(mlp(), other, *local(regression(steps=1))[0])
 
 

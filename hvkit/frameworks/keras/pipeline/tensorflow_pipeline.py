@@ -13,15 +13,15 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives.wire import values_of
 from hvkit.frameworks.keras.fit import Epoch
-from hvkit.frameworks.keras.gradients.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
 from hvkit.frameworks.keras.optimizers import share_scale, updating
 from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
+from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply, finite_in
+from hvkit.frameworks.keras.tensorflow.wire import values_of
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.channel import Channel
 from hvkit.runtime import all_ranks

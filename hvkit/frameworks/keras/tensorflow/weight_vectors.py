@@ -19,7 +19,7 @@ from hvkit.compression.compression import Shape
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import average_statistics
 from hvkit.frameworks.keras.checks import made_trainable, require_same, unit
-from hvkit.frameworks.keras.collectives.wire import GraphWait, NamedCollectives, Wire, widened
+from hvkit.frameworks.keras.tensorflow.wire import GraphWait, NamedCollectives, Wire, widened
 from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import Compared

@@ -1,6 +1,6 @@
 """The mean over ranks of a list of gradients, in eager code and in ``tf.function`` graphs.
 
-``hvkit.frameworks.keras.gradients.averaged_updates`` calls it inside ``optimizer.apply``.
+``hvkit.frameworks.keras.tensorflow.averaged_updates`` calls it inside ``optimizer.apply``.
 
 Before the gradients, the ranks exchange which of them they have: dense, row-sparse
 (``IndexedSlices``) or none. Eager code then fills in the gradients that this rank lacks. A graph
@@ -30,8 +30,10 @@ from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import (
+from hvkit.frameworks.keras.optimizers import is_overwritten
+from hvkit.frameworks.keras.tensorflow import ops
+from hvkit.frameworks.keras.tensorflow.sparse import average_rows
+from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
     Wire,
     as_one,
@@ -41,8 +43,6 @@ from hvkit.frameworks.keras.collectives.wire import (
     values_of,
     widened,
 )
-from hvkit.frameworks.keras.gradients.sparse import average_rows
-from hvkit.frameworks.keras.optimizers import is_overwritten
 from hvkit.main_rank import warn_once
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Averaging

@@ -17,7 +17,7 @@ from tensorflow.python.eager import record
 
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import not_converted
-from hvkit.frameworks.keras.collectives.wire import (
+from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
     Wire,
     name_in_graph,

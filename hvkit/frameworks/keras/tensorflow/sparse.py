@@ -24,8 +24,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvkit.compression import Compression, for_rows
-from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import Wire, widened
+from hvkit.frameworks.keras.tensorflow import ops
+from hvkit.frameworks.keras.tensorflow.wire import Wire, widened
 
 
 class Origin(enum.IntEnum):

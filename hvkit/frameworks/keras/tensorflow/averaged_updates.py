@@ -15,7 +15,14 @@ import numpy as np
 import tensorflow as tf
 
 from hvkit.frameworks.keras.buffers import LastStatistics
-from hvkit.frameworks.keras.collectives.wire import (
+from hvkit.frameworks.keras.optimizers import (
+    Agree,
+    fit_half,
+    is_overwritten,
+    let_leave_out_updates,
+    variables_of,
+)
+from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
     Wire,
     graph_counter,
@@ -25,13 +32,6 @@ from hvkit.frameworks.keras.collectives.wire import (
     run_python,
     values_of,
 )
-from hvkit.frameworks.keras.optimizers import (
-    Agree,
-    fit_half,
-    is_overwritten,
-    let_leave_out_updates,
-    variables_of,
-)
 from hvkit.log import logger
 from hvkit.runtime import Group
 from hvkit.sync.port import describe_nonfinite, skipped_steps
@@ -39,7 +39,7 @@ from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 Average = Callable[..., list[Any]]
-"""As ``hvkit.frameworks.keras.gradients.averager.GradientAverager.__call__``."""
+"""As ``hvkit.frameworks.keras.tensorflow.averager.GradientAverager.__call__``."""
 
 
 def average_in_apply(

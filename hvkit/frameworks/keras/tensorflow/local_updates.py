@@ -26,20 +26,20 @@ from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.collectives.wire import (
-    GraphWait,
-    graph_counter,
-    nothing,
-    refuse_tf_distribute,
-    refuse_xla,
-)
 from hvkit.frameworks.keras.optimizers import (
     calls_of_apply,
     inner_optimizer,
     parts_of,
     variables_of,
 )
-from hvkit.frameworks.keras.weights.variables import STEP, Array, Variables
+from hvkit.frameworks.keras.tensorflow.weight_vectors import STEP, Array, Variables
+from hvkit.frameworks.keras.tensorflow.wire import (
+    GraphWait,
+    graph_counter,
+    nothing,
+    refuse_tf_distribute,
+    refuse_xla,
+)
 from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
 

@@ -24,10 +24,10 @@ import tensorflow as tf
 from hvkit import threads
 from hvkit.communication.exchanges import Exchange, RunningExchanges, Tensor
 from hvkit.compression import Compression
-from hvkit.frameworks.keras.collectives import ops
-from hvkit.frameworks.keras.collectives.wire import NamedCollectives, Wire, nothing
-from hvkit.frameworks.keras.weights.updates import UpdatedVariables, Updates, UpdatesKeeper
-from hvkit.frameworks.keras.weights.variables import Array, Variables
+from hvkit.frameworks.keras.tensorflow import ops
+from hvkit.frameworks.keras.tensorflow.local_updates import UpdatedVariables, Updates, UpdatesKeeper
+from hvkit.frameworks.keras.tensorflow.weight_vectors import Array, Variables
+from hvkit.frameworks.keras.tensorflow.wire import NamedCollectives, Wire, nothing
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
