@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hvkit
-from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_layers import divide
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import whole_of
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers

@@ -1,4 +1,4 @@
-"""Norms, overflows and NaNs of gradients over all ranks of a mesh.
+"""Gradients of all ranks of a mesh: their norms, overflows and NaNs, and sums of shared ones.
 
 ``torch.nn.utils.clip_grad_norm_`` computes a norm of gradients. A ``GradScaler`` skips a step if a
 gradient is not finite, and so does ``on_nonfinite``. All of them must consider the gradients of all
@@ -12,12 +12,13 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -102,8 +103,7 @@ class GradientsOfAllRanks:
         the norm of all gradients.
         """
         counted = [p for p in dict.fromkeys(parameters) if p in self._counted]
-        gradients = [p.grad for p in counted if p.grad is not None]
-        return _own_norm(gradients, norm_type, self._links.device)
+        return _own_norm(_gradients_of(counted), norm_type, self._links.device)
 
     def any_overflow(self, optimizer: int, scaler: Any) -> None:
         """Tell a ``GradScaler`` after ``unscale_`` of overflows on all ranks; a collective."""
@@ -124,8 +124,7 @@ def _own_norm(
     if not norms:
         nothing = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), nothing, dtype=torch.float64, device=device)
-    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return whole.to(device)
+    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(device)
 
 
 def _norm_of_ranks(
@@ -142,6 +141,10 @@ def _reduce(value: torch.Tensor, op: Any, group: dist.ProcessGroup, name: str) -
     with call("the norm of all gradients", key=name), translated(), waiting(ranks):
         dist.all_reduce(value, op, group=group)
     return value
+
+
+def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient for p in parameters if (gradient := p.grad) is not None]
 
 
 def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
@@ -166,22 +169,21 @@ def _of_all(
     """
     found = [model.norm(parameters, norm_type) for model, parameters in of_models.items()]
     known = {id(p.grad) for parameters in of_models.values() for p in parameters}
-    others = [each for each in gradients if id(each) not in known]
-    shards = [each for each in others if isinstance(each, DTensor) and _is_only_sharded(each)]
-    known = set(map(id, shards))
-    rest = [each for each in others if id(each) not in known]
-    for mesh in dict.fromkeys(each.device_mesh for each in shards):
-        of_mesh = [each for each in shards if each.device_mesh == mesh]
+    shards, rest = dict[DeviceMesh, list[DTensor]](), list[torch.Tensor]()
+    for each in gradients:
+        if isinstance(each, DTensor) and id(each) not in known and _is_only_sharded(each):
+            shards.setdefault(each.device_mesh, []).append(each)
+        elif id(each) not in known:
+            rest.append(each)
+    for mesh, of_mesh in shards.items():
         own = _own_norm(of_mesh, norm_type, of_mesh[0].device)
         found.append(_norm_of_ranks(own, norm_type, mesh.get_group(), "shards"))
     if rest:
         found.append(get_total_norm(undivided(rest), norm_type))
     if len(found) == 1:
         return found[0]
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([each.to(found[0]) for each in found]), norm_type
-    )
-    return total
+    norms = torch.stack([each.to(found[0]) for each in found])
+    return cast(torch.Tensor, torch.linalg.vector_norm(norms, norm_type))
 
 
 def _is_only_sharded(t: DTensor) -> bool:
@@ -254,7 +256,7 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
             listed = given
             for model in models:
                 listed = model.current(listed)
-            gradients = [gradient for p in listed if (gradient := p.grad) is not None]
+            gradients = _gradients_of(listed)
             divided = any(isinstance(each, DTensor) for each in gradients)
             if models or divided:
                 for each in _before_clipping:
@@ -276,10 +278,9 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
 def _scale(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
     """As ``clip_grads_with_norm_``, where some gradients are divided and others are not."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for p in dict.fromkeys(parameters):
-        if (gradient := p.grad) is not None:
-            own = local_part(gradient)
-            own.mul_(factor.to(own.device, own.dtype))
+    for gradient in _gradients_of(dict.fromkeys(parameters)):
+        own = local_part(gradient)
+        own.mul_(factor.to(own.device, own.dtype))
     note_change()
 
 
@@ -340,3 +341,74 @@ class NonFiniteInMesh:
 def _is_finite(gradient: torch.Tensor) -> bool:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(torch.isfinite(values).all())
+
+
+class SharedGradients:
+    """Sums the gradients of parameters that several ranks hold in full.
+
+    These are the parameters that several stages use, with the group of ranks that use each, and
+    this rank's parameters that the shard axis does not divide: those are averaged over the ranks
+    of ``data_parallel``. With ``equalised`` the first stage's gradient replaces those of the
+    others, whose sums were rounded in another order.
+    """
+
+    def __init__(
+        self,
+        of_stages: Mapping[nn.Parameter, dist.ProcessGroup],
+        unsharded: Iterable[nn.Parameter],
+        links: TorchChannel,
+        data_parallel: TorchChannel,
+        *,
+        equalised: bool,
+    ) -> None:
+        self._links, self._unsharded = links, dict.fromkeys(unsharded)
+        self._batches = len(data_parallel.ranks)
+        self._equalised = of_stages if equalised else {}
+        self._groups_of = {p: [group] for p, group in of_stages.items()}
+        for p in self._unsharded:
+            self._groups_of.setdefault(p, []).append(data_parallel.group)
+
+    def before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Prepare for the gradients of a backward pass; return what to call when they are there."""
+        end = around()
+        # Only the gradients of this pass are summed; those of earlier passes are added to the sum.
+        before = {p: p.grad for p in self._groups_of if p.requires_grad}
+        for p in before:
+            p.grad = None
+
+        def add_up() -> None:
+            for p, earlier in before.items():
+                p.grad = self._sum(p, earlier)
+            end()
+            self._equalise()
+
+        return add_up
+
+    def _sum(self, p: nn.Parameter, earlier: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum of all ranks' gradients and that of earlier passes; a collective."""
+        groups = self._groups_of[p]
+        found = torch.tensor([float(p.grad is not None)], device=self._links.device)
+        for group in groups:
+            self._reduce(found, dist.ReduceOp.MAX, group)
+        if not found:
+            return earlier
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        for group in groups:
+            count("gradients", of_allreduce(gradient.nbytes, group.size()))
+            self._reduce(gradient, dist.ReduceOp.SUM, group)
+        if p in self._unsharded:
+            gradient /= self._batches
+        return gradient if earlier is None else earlier.add_(gradient)
+
+    def _reduce(self, t: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> None:
+        with self._links.waiting():
+            dist.all_reduce(t, operation, group=group)
+
+    def _equalise(self) -> None:
+        for p, group in self._equalised.items():
+            if p.grad is not None:
+                source = dist.get_process_group_ranks(group)[0]
+                if source == dist.get_rank():
+                    count("gradients", p.grad.nbytes)
+                with self._links.waiting():
+                    dist.broadcast(p.grad, source, group=group)

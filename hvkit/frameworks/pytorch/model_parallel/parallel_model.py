@@ -31,7 +31,10 @@ from hvkit.frameworks.pytorch.model_parallel.division import (
 )
 from hvkit.frameworks.pytorch.model_parallel.init_recording import InitRecording
 from hvkit.frameworks.pytorch.model_parallel.memory_forecast import log_division
-from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import GradientsOfAllRanks
+from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import (
+    GradientsOfAllRanks,
+    SharedGradients,
+)
 from hvkit.frameworks.pytorch.model_parallel.model_state import FullModel, ModelState, drop
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import Divider, plain_result
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import Pipeline
@@ -41,10 +44,9 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import (
     GPIPE,
     ScheduledPipeline,
 )
-from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.rank_groups import (
     RankGroups,
-    SharedGradients,
+    SameRandomNumbers,
     hash_of,
     require_same_batch,
     require_same_weights,
@@ -145,15 +147,8 @@ class ParallelModel:
         links.step = self._groups.lockstep.step = self._passes
         self._losses.keep()
         with links.in_call(), links.times.passing():
-            seed = require_same_batch(
-                self._model,
-                self._passes,
-                args,
-                kwargs,
-                self._optimizers,
-                self._losses,
-                self._groups,
-            )
+            request = self._model, self._passes, args, kwargs
+            seed = require_same_batch(*request, self._optimizers, self._losses, self._groups)
             self._losses.begin()
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
@@ -199,17 +194,8 @@ class ParallelModel:
         found, plan, stages = decide(
             model, options, self._device, first, args, kwargs, groups.same_batch
         )
-        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-            log_division(
-                stages,
-                plan,
-                model,
-                self._optimizers,
-                options,
-                self._device,
-                groups.same_batch,
-                len(batches),
-            )
+        machine = self._device, groups.same_batch
+        log_division(stages, plan, model, self._optimizers, options, *machine, len(batches))
         if self._rounded == "weights":
             require_one_stage_for_each(model, stages)
         expected = None
@@ -242,9 +228,13 @@ class ParallelModel:
         begin = _nothing if self._random is None else self._random.begin
         staged = StagedForward(model, stages, found, self._device, begin)
         train = self._train(own, norms)
-        unsharded = [p for p in own.values() if options.mesh.shard > 1 and not is_divided(p)]
-        equalised = self._rounded == "gradients"
-        shared = SharedGradients(of_stages, unsharded, groups, equalised=equalised)
+        shared = SharedGradients(
+            of_stages,
+            [p for p in own.values() if options.mesh.shard > 1 and not is_divided(p)],
+            groups.pipeline,
+            groups.data_parallel,
+            equalised=self._rounded == "gradients",
+        )
         pipeline = self._pipeline = Pipeline(
             model,
             staged,
@@ -359,15 +349,15 @@ class ParallelModel:
     @property
     def numbers(self) -> list[np.ndarray[Any, Any]]:
         """The generators' states of the random numbers that the tensor group shares."""
-        return [state.numpy() for state in self._random.state] if self._random else []
+        return [state.numpy() for state in self._random.states] if self._random else []
 
     @numbers.setter
     def numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
         self.when_divided(functools.partial(self._set_numbers, states))
 
     def _set_numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
-        if self._random and len(states) == len(self._random.state):
-            self._random.state = [torch.from_numpy(state.copy()) for state in states]
+        if self._random and len(states) == len(self._random.states):
+            self._random.states = [torch.from_numpy(state.copy()) for state in states]
 
     def require_division(self, optimizer: Optimizer, _: Any) -> None:
         """Before an update: raise if it would train the whole model, without the other ranks."""

@@ -1,9 +1,11 @@
-"""Groups of ranks of a mesh; checks of their batches and weights; sums of shared gradients."""
+"""Groups of ranks of a mesh, and what ranks of a group share: batches, weights, random numbers."""
 
 from __future__ import annotations
 
+import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,22 +21,21 @@ from hvkit.frameworks.pytorch.learning_rate import (
     rates_of,
     refuse_other_rates,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import GPIPE
-from hvkit.frameworks.pytorch.model_parallel.random_numbers import new_seed
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tensors_in
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.log import shortened
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
 from hvkit.pipeline.channel import refuse_other_batches
 from hvkit.runtime import all_ranks
-from hvkit.transport.traffic import count, of_allreduce
+
+_LARGEST_SEED = 2**62
 
 
 class RankGroups:
     """The groups of this rank; ``axes`` is the ``DeviceMesh``."""
 
     def __init__(self, options: MeshOptions, device: torch.device, name: str) -> None:
-        if options.mesh.shard > 1 or options.schedule != GPIPE:
+        if options.mesh.shard > 1 or options.schedule != "GPipe":
             torch_distributed.require_gpus_of_their_own()
         lengths = tuple(getattr(options.mesh, axis) for axis in AXES)
         self.axes = torch_distributed.device_mesh(device.type, lengths, AXES)
@@ -79,23 +80,25 @@ def require_same_batch(
     content = [checksum(t) for t in tensors if often or not t.is_cuda]
     rates = checksum_of_rates(optimizers)
     numbers = hash_of(request), hash_of(content), new_seed(), rates, losses.checksum()
-    found = lockstep.gather_numbers(numbers).tolist()
-    by_rank = dict(zip(lockstep.ranks, found, strict=True))
+    requests, contents, seeds, all_rates, shapes = (
+        dict(zip(lockstep.ranks, column, strict=True))
+        for column in lockstep.gather_numbers(numbers).T.tolist()
+    )
     refuse_other_batches(
         number,
-        {rank: by_rank[rank][0] for rank in lockstep.ranks},
-        {rank: by_rank[rank][1] for rank in same_batch.ranks},
+        requests,
+        {rank: contents[rank] for rank in same_batch.ranks},
         "hvkit.shard(loader, mesh=mesh), and seed random transformations equally",
     )
-    if len({each[3] for each in by_rank.values()}) > 1:
+    if len({*all_rates.values()}) > 1:
         named: list[Any] = [None] * len(lockstep.ranks)
         dist.all_gather_object(named, rates_of(optimizers, fetch=False), group=lockstep.group)
         refuse_other_rates(dict(zip(lockstep.ranks, named, strict=True)))
-    other_shapes = len({each[4] for each in by_rank.values()}) > 1
+    other_shapes = len({*shapes.values()}) > 1
     if (often or other_shapes) and len(lockstep.ranks) > len(same_batch.ranks):
         counts = lockstep.gather_numbers(losses.numbers())
         losses.compare(counts, all_ranks(), for_shapes=other_shapes)
-    return int(by_rank[same_batch.ranks[0]][2])
+    return int(seeds[same_batch.ranks[0]])
 
 
 def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
@@ -109,77 +112,6 @@ def require_same_weights(model: nn.Module, replica: TorchChannel) -> None:
                 f"rank {rank} holds other weights than rank {ranks[0]} in {names}: load "
                 "weights before hvkit.distribute, or after it on every rank"
             )
-
-
-class SharedGradients:
-    """Sums the gradients of parameters that several ranks hold in full.
-
-    These are the parameters that several stages use, with the group of ranks that use each, and
-    this rank's parameters that the shard axis does not divide. With ``equalised`` the first stage's
-    gradient replaces those of the others, whose sums were rounded in another order.
-    """
-
-    def __init__(
-        self,
-        of_stages: Mapping[nn.Parameter, dist.ProcessGroup],
-        unsharded: Sequence[nn.Parameter],
-        groups: RankGroups,
-        *,
-        equalised: bool,
-    ) -> None:
-        self._of_stages, self._unsharded = of_stages, set(unsharded)
-        self._links, self._data_parallel = groups.pipeline, groups.data_parallel
-        self._equalised = equalised
-        self._groups_of = {p: [group] for p, group in of_stages.items()}
-        for p in dict.fromkeys(unsharded):
-            self._groups_of.setdefault(p, []).append(groups.data_parallel.group)
-
-    def before_backward(self, around: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Prepare for the gradients of a backward pass; return what to call when they are there."""
-        end = around()
-        # Only the gradients of this pass are summed; those of earlier passes are added to the sum.
-        before = {p: p.grad for p in self._groups_of if p.requires_grad}
-        for p in before:
-            p.grad = None
-
-        def add_up() -> None:
-            for p, earlier in before.items():
-                if not self._has_gradient(p):
-                    p.grad = earlier
-                    continue
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                for group in self._groups_of[p]:
-                    count("gradients", of_allreduce(gradient.nbytes, group.size()))
-                    self._reduce(gradient, dist.ReduceOp.SUM, group)
-                if p in self._unsharded:
-                    gradient /= len(self._data_parallel.ranks)
-                p.grad = gradient if earlier is None else earlier.add_(gradient)
-            end()
-            if self._equalised:
-                self._equalise()
-
-        return add_up
-
-    def _equalise(self) -> None:
-        """Give all stages of a parameter the first one's gradient."""
-        for p, group in self._of_stages.items():
-            if p.grad is not None:
-                source = dist.get_process_group_ranks(group)[0]
-                if source == dist.get_rank():
-                    count("gradients", p.grad.nbytes)
-                with self._links.waiting():
-                    dist.broadcast(p.grad, source, group=group)
-
-    def _has_gradient(self, p: nn.Parameter) -> bool:
-        """Whether any rank has a gradient to add for a parameter; a collective."""
-        found = torch.tensor([float(p.grad is not None)], device=self._links.device)
-        for group in self._groups_of[p]:
-            self._reduce(found, dist.ReduceOp.MAX, group)
-        return bool(found)
-
-    def _reduce(self, t: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> None:
-        with self._links.waiting():
-            dist.all_reduce(t, operation, group=group)
 
 
 def checksum(t: torch.Tensor) -> int:
@@ -198,3 +130,127 @@ def checksum(t: torch.Tensor) -> int:
 def hash_of(things: Sequence[Any]) -> int:
     """A number for some objects, the same in every process."""
     return zlib.crc32(repr(things).encode())
+
+
+def new_seed() -> int:
+    """A seed from this rank's generator."""
+    return int(torch.randint(_LARGEST_SEED, (), device="cpu"))
+
+
+class _Generators:
+    """Those of the CPU and of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._all.append(torch.cuda.default_generators[index])
+
+    def states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._all]
+
+    def set(self, states: Iterable[torch.Tensor]) -> None:
+        for generator, state in zip(self._all, states, strict=True):
+            generator.set_state(state)
+
+    def seed(self, seed: int) -> None:
+        for generator in self._all:
+            generator.manual_seed(seed)
+
+
+class SameRandomNumbers:
+    """A context in which all ranks of a group draw the same random numbers.
+
+    Scripts seed each rank by its rank. But the ranks of a tensor group compute on the same
+    activations: with different dropout they would train different models. Megatron-LM keeps two
+    generators for the same reason (https://arxiv.org/abs/1909.08053, appendix B.2).
+
+    The context continues the numbers of the last one, on the CPU and the current CUDA device.
+    Outside of it each rank draws from its own generators as before. To make one is a collective:
+    all start from the generators of the group's first rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._index = dist.get_rank(group)
+        self._generators = _Generators(device)
+        # States of the generators of the CPU and the CUDA device; may be set to resume.
+        self.states = self._generators.states()
+        for state in self.states:
+            moved = state.to(device)
+            dist.broadcast(moved, group=group, group_src=0)
+            state.copy_(moved)
+        self._outside: list[torch.Tensor] = []
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._outside = self._generators.states()
+            self._generators.set(self.states)
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.begin()
+            self._generators.set(self._outside)
+
+    def begin(self) -> None:
+        """Continue from the generators' present states, which must be the same on all ranks."""
+        self.states = self._generators.states()
+
+    @contextmanager
+    def different(self, device: torch.device) -> Iterator[None]:
+        """A context in which each rank draws other numbers on ``device``: dropout of its part.
+
+        They depend on the common generator alone. So gradient checkpointing, which sets that one
+        back before it recomputes, gets the same numbers.
+        """
+        seed = new_seed()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            _Generators(device).seed(seed + self._index)
+            yield
+
+
+class SharedNumbers:
+    """Random numbers that are the same in all stages of a pipeline, such as noise in a forward.
+
+    Each rank runs the model's forward, but computes only its own stage. The forward itself must
+    draw the same numbers on all ranks, although modules, whose dropout draws too, compute on one
+    rank only: these ``modules``, of which none is inside another. So a pass begins with a seed that
+    the ranks share, and each call of a module takes one number of that stream to seed its own
+    numbers. Gradient checkpointing draws the same ones again. ``seeded`` is called when a pass has
+    set its seed.
+    """
+
+    def __init__(
+        self, device: torch.device, modules: Iterable[nn.Module], seeded: Callable[[], None]
+    ) -> None:
+        self._generators, self._seeded = _Generators(device), seeded
+        # The states before each running call: computing shapes may call a module inside of one.
+        self._before: list[list[torch.Tensor]] = []
+        for module in modules:
+            module.register_forward_pre_hook(self._enter)
+            # Also after an error: checkpoints leave modules by an exception.
+            module.register_forward_hook(self._leave, always_call=True)
+
+    @contextmanager
+    def drawn(self, seed: int) -> Iterator[None]:
+        """Surrounds a pass; afterwards the rank's own generators continue."""
+        states, of_python = self._generators.states(), random.getstate()
+        self._generators.seed(seed)
+        random.seed(seed)
+        self._seeded()
+        try:
+            yield
+        finally:
+            self._generators.set(states)
+            random.setstate(of_python)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        seed = new_seed()
+        self._before.append(self._generators.states())
+        self._generators.seed(seed)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._generators.set(self._before.pop())

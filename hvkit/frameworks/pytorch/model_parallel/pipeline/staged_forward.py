@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.model_parallel.cut_places import ModuleCut, Module
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta, explaining_meta, uncompiled
 from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import DryRun, ModuleStages
-from hvkit.frameworks.pytorch.model_parallel.random_numbers import SharedNumbers
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import SharedNumbers
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import (
     HOOKS,
     SideOutputs,

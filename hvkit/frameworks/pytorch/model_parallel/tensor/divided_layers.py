@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
-from hvkit.frameworks.pytorch.model_parallel.random_numbers import SameRandomNumbers
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import SameRandomNumbers
 from hvkit.frameworks.pytorch.model_parallel.tensor import divided_tensors
 from hvkit.frameworks.pytorch.model_parallel.tensor.activations import (
     DividedActivations,
