@@ -17,12 +17,12 @@ from hvkit.launching.allocation import SAGEMAKER, wait_for_hosts
 from hvkit.launching.prepare import CONNECT_AGAIN, Request, prepared, shown
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.launching.supervision import run_status
-from hvkit.launching.supervision.failures import Raised
 from hvkit.launching.supervision.processes import EndedBySignal, end_on_signals, undisturbed
 from hvkit.launching.supervision.rank_output import make_room
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.supervised_run import Outcome, SupervisedRun, supervise
 from hvkit.launching.supervision.timeline import Timeline
+from hvkit.launching.supervision.tracebacks import Raised
 from hvkit.log import logger
 
 # Seconds that a restart waits for hosts, and between two checks of them.

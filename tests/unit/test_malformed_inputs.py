@@ -310,7 +310,7 @@ def test_messages_to_the_supervisor(capfd):
             bad(port)
         connected.sendall(frame(Frame.REPORT, b'{"saved": 42}'))
         deadline = time.monotonic() + 30
-        while (supervisor.saved or 0) < 42:
+        while (supervisor.reports.saved or 0) < 42:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         connected.sendall(frame(Frame.ENDED, b'{"status": 0}'))

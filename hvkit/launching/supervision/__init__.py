@@ -7,9 +7,10 @@
     └── supervised_run              starts the launcher, decides when all ends, reports the result
         ├── supervisor              accepts the agents, collects output and failures
         │   ├── rank_output         shows whole lines and tracebacks, logs them, keeps the last ones
+        │   │   └── tracebacks      finds tracebacks in output, and reads them
         │   ├── screen              writes in a thread, keeps lines apart, the launcher's output
         │   ├── timeline            the trace of all ranks, on one clock
-        │   └── failures            tracebacks in output, which rank failed first, lines about it
+        │   └── failures            which rank failed first, and the lines about it
         └── processes               ends processes with everything below them; signals that end
                                     hvkit run while it has no ranks
 

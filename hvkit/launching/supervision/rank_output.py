@@ -11,15 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from hvkit.launching.supervision.failures import (
+from hvkit.launching.supervision.protocol import Frame
+from hvkit.launching.supervision.screen import LAUNCHER_LOG, write_log
+from hvkit.launching.supervision.tracebacks import (
     Traceback,
     beginning,
     interrupted_at,
     separated,
     starts_a_line,
 )
-from hvkit.launching.supervision.protocol import Frame
-from hvkit.launching.supervision.screen import LAUNCHER_LOG, write_log
 from hvkit.log import interrupted
 
 # Bytes: a longer line is shown in parts, and a longer traceback is shown at once.

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hvkit import threads
 from hvkit.errors import PREEMPTED, ranks_text
 from hvkit.launching.supervision import processes, protocol
 from hvkit.launching.supervision.failures import (
     Failure,
-    Raised,
     first_failure,
     in_one_line,
     report,
@@ -29,6 +29,7 @@ from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.run_status import RunStatus
 from hvkit.launching.supervision.screen import LauncherOutput
 from hvkit.launching.supervision.supervisor import Supervisor
+from hvkit.launching.supervision.tracebacks import Raised
 
 # All in seconds.
 # For other ranks to fail by themselves after the first, with errors that help to find the cause.
@@ -95,8 +96,7 @@ def supervise(run: SupervisedRun) -> Outcome:
     with processes.same_handlers_after():
         outcome = supervision.supervise()
     # A signal may have come after the outcome was known.
-    restartable = outcome.restartable and not supervision.signalled_late
-    return replace(outcome, restartable=restartable, size=run.size)
+    return replace(outcome, restartable=outcome.restartable and not supervision.signalled_late)
 
 
 class _Supervision:
@@ -118,7 +118,7 @@ class _Supervision:
             protocol.remove_outcomes(call)
         given = run.size, self.key, run.style, run.agents.lost_after, self.wake
         self.supervisor = Supervisor(*given, status=run.status, call=call)
-        self.screen = self.supervisor.screen
+        self.reports, self.screen = self.supervisor.reports, self.supervisor.screen
         self.launcher_output = LauncherOutput(
             self.supervisor.write, self.screen.show, lambda: self.ends, run.style.log_dir
         )
@@ -146,15 +146,16 @@ class _Supervision:
             threads.start("hvkit-close", self.close, status).join(0.5 if self.hurried else None)
             self.supervisor.hang_up()
         self.screen.end_line()
-        return replace(self.conclude(status), replicas=self.supervisor.replicas)
+        return self.conclude(status)
 
-    def ended(self, status: int, reason: str) -> Outcome:
-        """The outcome of a run for which another try may succeed."""
-        return Outcome(status, reason, restartable=True, saved=self.supervisor.saved)
+    def outcome(self, status: int, reason: str = "", **more: Any) -> Outcome:
+        saved, replicas = self.reports.saved, self.reports.replicas
+        known = {"saved": saved, "replicas": replicas, "size": self.run.size}
+        return Outcome(status, reason, **known | more)
 
-    def failed(self, status: int, reason: str) -> Outcome:
+    def failed(self, status: int, reason: str, *, restartable: bool = True) -> Outcome:
         self.screen.say(f"hvkit run: {reason}", failed=True)
-        return self.ended(status, reason)
+        return self.outcome(status, reason, restartable=restartable)
 
     def start(self, port: int) -> None:
         run = self.run
@@ -186,11 +187,11 @@ class _Supervision:
         self.launcher_output.finish(_LAUNCHER_PRINTS)
         if self.launcher_explains_end(status):
             self.launcher_output.show_kept()
-        self.supervisor.close(reported(self.supervisor.failures, self.supervisor.cause))
+        self.supervisor.close(reported(self.supervisor.failures, self.reports.cause))
 
     def launcher_explains_end(self, status: int | None) -> bool:
         """Whether the launcher's last output may explain the end of the run."""
-        if self.hurried or self.supervisor.left or status == 0:
+        if self.hurried or self.reports.left or status == 0:
             return False
         first = first_failure(self.supervisor.failures)
         if first is None:
@@ -278,63 +279,62 @@ class _Supervision:
 
     def left(self) -> Outcome:
         """Report that the ranks have left after SIGTERM."""
-        got = self.supervisor.terminated
+        got = self.reports.terminated
         hosts = ", ".join(sorted(set(got.values())))
         who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
-        reason = f"{who}; all ranks have saved step {self.supervisor.saved} and left"
+        reason = f"{who}; all ranks have saved step {self.reports.saved} and left"
         self.screen.say(f"hvkit run: {reason}")
-        return replace(self.ended(PREEMPTED, reason), preempted=True, terminated=frozenset(got))
+        more = {"restartable": True, "preempted": True, "terminated": frozenset(got)}
+        return self.outcome(PREEMPTED, reason, **more)
 
     def conclude(self, status: int | None) -> Outcome:
         """Report what went wrong; ``status`` is None if the launcher did not end by itself."""
         if self.ended_by is not None:
-            saved, resumes = self.supervisor.saved, self.supervisor.resumed is not None
+            saved, resumes = self.reports.saved, self.reports.resumed is not None
             saved = self.run.status.last_saved if saved is None else saved
             self.screen.say(processes.ended_text(self.ended_by, saved, resumes=resumes))
-            return Outcome(128 + self.ended_by)
-        if (problem := self.supervisor.problem) is not None:
-            return Outcome(self.report_write_error(problem))
+            return self.outcome(128 + self.ended_by)
+        if isinstance(problem := self.supervisor.problem, BrokenPipeError):
+            # Silent, like any program whose output is piped into `head`.
+            return self.outcome(128 + signal.SIGPIPE)
+        if problem is not None:
+            where = f" to {problem.filename}" if problem.filename else ""
+            reason = f"cannot write output{where}: {problem.strerror}"
+            return self.failed(1, reason, restartable=False)
         if status is not None and status < 0:  # all other failures follow from that
             name = signal.Signals(-status).name
             reason = f"{self.run.launcher} (process {self.launcher.pid}) was killed by {name}"
             return self.failed(128 - status, reason)
         failures = self.supervisor.failures
-        others = [each for each in failures if each.rank not in self.supervisor.left]
-        if self.supervisor.left and all(each.stopped for each in others):
+        others = [each for each in failures if each.rank not in self.reports.left]
+        if self.reports.left and all(each.stopped for each in others):
             return self.left()
         first = first_failure(failures)
         hosts = {rank.host for rank in list(self.supervisor.ranks.values())}
-        about = failures, hosts - {socket.gethostname()}, self.supervisor.cause
-        if text := report(*about):
-            self.screen.say(text, failed=True)
+        about = failures, hosts - {socket.gethostname()}, self.reports.cause
         if first:
-            outcome = self.ended(first.exit_status, in_one_line(*about))
-            restartable = first.problem is None or first.status != protocol.CANNOT_RUN
-            raised = self.raised_early(first)
-            return replace(outcome, restartable=restartable, raised=raised, rank=first.rank)
+            self.screen.say(report(*about), failed=True)
+            return self.outcome(
+                first.exit_status,
+                in_one_line(*about),
+                restartable=first.problem is None or first.status != protocol.CANNOT_RUN,
+                raised=self.raised_early(first),
+                rank=first.rank,
+            )
         if status == 0 or (status is None and self.supervisor.all_ended):
-            return Outcome(0)
+            return self.outcome(0)
         if status is None:
-            return self.ended(1, "the ranks ended without an exit status")
+            return self.outcome(1, "the ranks ended without an exit status", restartable=True)
         return self.failed(status, self.launcher_failed(status))
 
     def raised_early(self, first: Failure) -> Raised | None:
         """The exception that ended the run before its first step; None for any other end."""
-        steps = self.supervisor.step > (self.supervisor.resumed or 0)
+        steps = self.reports.step > (self.reports.resumed or 0)
         if steps or time.monotonic() - self.begun > _BEGINS:
             return None
         if first.is_consequence:  # of a rank that was stopped while its exception ended it
             return next(filter(None, (each.raised for each in self.supervisor.failures)), None)
         return first.raised
-
-    def report_write_error(self, problem: OSError) -> int:
-        """Report why output could not be written, and return the exit status."""
-        if isinstance(problem, BrokenPipeError):
-            # Silent, like any program whose output is piped into `head`.
-            return 128 + signal.SIGPIPE
-        where = f" to {problem.filename}" if problem.filename else ""
-        reason = f"cannot write output{where}: {problem.strerror}"
-        return self.failed(1, reason).status
 
     def launcher_failed(self, status: int) -> str:
         """Why the launcher ended with this status, although no rank has failed by itself."""

@@ -44,6 +44,7 @@ class _Rank:
     refused: bool = False
     starting: bool | None = None
     status: int | None = None
+    failed: bool = False
     clock: HostClock = field(default_factory=HostClock)
     reports: run_status.RankReports = field(default_factory=run_status.RankReports)
     speed: float | None = None
@@ -59,6 +60,20 @@ class _Rank:
 
 
 @dataclass
+class RunReports:
+    """What the ranks of this try have reported about the run."""
+
+    step: int = 0  # the last that a rank has begun
+    saved: int | None = None  # the step of the newest checkpoint that was saved or resumed
+    # The step at which the ranks have resumed, 0 for the beginning; None if they have not looked.
+    resumed: int | None = None
+    replicas: bool = False  # hosts hold checkpoints in memory
+    cause: str = ""  # why the ranks have ended the run together
+    terminated: dict[int, str] = field(default_factory=dict)  # that got SIGTERM, with their hosts
+    left: set[int] = field(default_factory=set)  # that have saved after SIGTERM, and ended
+
+
+@dataclass
 class Supervisor:
     """Listens to the agents of one run, to each in a thread of its own.
 
@@ -71,24 +86,15 @@ class Supervisor:
     style: Style
     lost_after: float | None  # seconds without an acknowledgement; None for never
     changed: Callable[[], None]  # called in the thread that has noticed something new
-    all_ended: bool = False  # the exit status of every rank is known
-    problem: OSError | None = None  # why something cannot be written; nothing more is written
-    host_lost: bool = False
-    failures: list[Failure] = field(default_factory=list)  # as they became known
-    saved: int | None = None  # the step of the newest checkpoint that was saved or resumed
-    # The step at which the ranks have resumed, 0 for the beginning; None if they have not looked.
-    resumed: int | None = None
-    step: int = 0  # the last that a rank has begun
-    replicas: bool = False  # hosts hold checkpoints in memory
-    cause: str = ""  # why the ranks have ended the run together
-    terminated: dict[int, str] = field(default_factory=dict)  # that got SIGTERM, with their hosts
-    left: set[int] = field(default_factory=set)  # that have saved after SIGTERM, and ended
     status: RunStatus = field(default_factory=RunStatus)  # over all tries
     call: Path | None = None  # the folder of the function that ranks run
     ranks: dict[int, _Rank] = field(default_factory=dict)  # that have connected so far
+    failures: list[Failure] = field(default_factory=list)  # as they became known
+    reports: RunReports = field(default_factory=RunReports)
+    problem: OSError | None = None  # why something cannot be written; nothing more is written
     screen: Screen = field(default_factory=Screen)
-    _grace: float | None = None
-    _interrupted: bool = False
+    # The last request to end, and its number: for agents that connect after it, too.
+    _ending: tuple[Frame, int] | None = None
     # Guards what follows from reports and ends of ranks.
     _lock: threading.RLock = field(default_factory=threading.RLock)
     # Held while something is written.
@@ -119,9 +125,17 @@ class Supervisor:
     @property
     def ended_well(self) -> list[tuple[int, str]]:
         """The ranks that have ended with exit status 0, with their hosts."""
-        failed = {failure.rank for failure in self.failures}
         ranks = sorted(self.ranks.items())
-        return [(each, rank.host) for each, rank in ranks if rank.ended and each not in failed]
+        return [(each, rank.host) for each, rank in ranks if rank.ended and not rank.failed]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether the exit status of every rank is known."""
+        return sum(rank.ended for rank in list(self.ranks.values())) == self.size
+
+    @property
+    def host_lost(self) -> bool:
+        return any(failure.lost for failure in self.failures)
 
     @property
     def failed(self) -> bool:
@@ -159,20 +173,20 @@ class Supervisor:
                 }
                 for number, rank in sorted(self.ranks.items())
             ]
-        saved = {} if self.saved is None else {"saved": self.saved}
-        return {"size": self.size, "ranks": ranks, **saved}
+        saved = self.reports.saved
+        return {"size": self.size, "ranks": ranks} | ({} if saved is None else {"saved": saved})
 
     def stop(self, grace: float) -> None:
         """Have all agents end their commands, by force after ``grace`` seconds."""
-        self._grace = grace
-        self.send_all(Frame.STOP, round(grace * 1000))
+        self._ending = Frame.STOP, round(grace * 1000)
+        self.send_all(*self._ending)
 
     def interrupt(self) -> None:
         """Have all agents send their commands SIGINT."""
-        self._interrupted = True
+        self._ending = Frame.INTERRUPT, 0
         for rank in list(self.ranks.values()):
             rank.output.interrupted = True
-        self.send_all(Frame.INTERRUPT, 0)
+        self.send_all(*self._ending)
 
     def close(self, reported: Collection[int] = ()) -> None:
         """Admit no more agents, show the rest of the output, and close the log files.
@@ -194,9 +208,8 @@ class Supervisor:
 
     def _show_unfinished_lines(self) -> None:
         def flush() -> None:
-            failed = {failure.rank for failure in self.failures}
             for rank in list(self.ranks.values()):
-                rank.output.flush(failed=rank.number in failed)
+                rank.output.flush(failed=rank.failed)
 
         while not self._ends.wait(1):
             self.write(flush)
@@ -240,7 +253,6 @@ class Supervisor:
             if isinstance(problem, ConnectionResetError | BrokenPipeError | ValueError):
                 self._fail(rank, None)
             else:  # The kernel got no answer for too long.
-                self.host_lost = True
                 self._fail(rank, None, lost=True, at=time.monotonic() - (self.lost_after or 0.0))
 
     def _register(self, connection: Connection) -> _Rank | None:
@@ -256,15 +268,13 @@ class Supervisor:
             try:
                 show = functools.partial(self.screen.show, writer=number)
                 output = RankOutput(number, host, self.style, show)
-                output.interrupted = self._interrupted
             except OSError as problem:
                 self._cannot_write(problem)
                 return None
             rank = self.ranks[number] = _Rank(number, host, output, connection)
-        if self._grace is not None:
-            rank.send(Frame.STOP, round(self._grace * 1000))
-        elif self._interrupted:
-            rank.send(Frame.INTERRUPT, 0)
+        if self._ending is not None:
+            output.interrupted = self._ending[0] is Frame.INTERRUPT
+            rank.send(*self._ending)
         elif wants_call and self.call is not None:
             path = protocol.outcome_in(self.call, number)
             rank.outcome = SealedFile(path, self.key, Frame.OUTCOME)
@@ -307,7 +317,6 @@ class Supervisor:
                 payload, status=int, problem=str, stopped=bool, ago=float
             )
             rank.status = 1 if status is None else status
-            self.all_ended = sum(one.ended for one in self.ranks.values()) == self.size
             if status != 0:
                 rank.stopped = stopped or False
                 self._fail(rank, status, problem, at=time.monotonic() - (ago or 0.0))
@@ -320,12 +329,13 @@ class Supervisor:
         except (ValueError, RecursionError):  # the script has written to hvkit's pipe
             self._warn("a rank's report is no JSON: %r", line[:80])
             return
+        run = self.reports
         match values:
             case {"saved": int(step)} if step >= 0:
-                self.saved = max(step, self.saved or 0)
+                run.saved = max(step, run.saved or 0)
                 self.status.saved_in[str(values.get("directory"))] = step
             case {"resumes": int() | None as step, "directory": str(directory)}:
-                self.resumed = max(step or 0, self.resumed or 0)
+                run.resumed = max(step or 0, run.resumed or 0)
                 saved = self.status.saved_in.get(directory)
                 if saved is not None and (step is None or step < saved):
                     self._warn(
@@ -339,16 +349,16 @@ class Supervisor:
             case {"refused": True}:
                 rank.refused = True
             case {"replica": True}:
-                self.replicas = True
+                run.replicas = True
             case {"cause": str(text)}:
-                self.cause = self.cause or text  # others follow from the first
-            case {"terminated": True} if not self.left:  # later ones come from the launcher
-                if not (self.terminated or self.failures or self._grace is not None):
+                run.cause = run.cause or text  # others follow from the first
+            case {"terminated": True} if not run.left:  # later ones come from the launcher
+                if not (run.terminated or self.failures or self._ending):
                     who = f"rank {rank.number} on {rank.host} got SIGTERM"
                     self._warn("%s: all ranks leave as soon as they have saved a checkpoint", who)
-                self.terminated[rank.number] = rank.host
+                run.terminated[rank.number] = rank.host
             case {"left": True}:
-                self.left.add(rank.number)
+                run.left.add(rank.number)
             case {
                 "now": {
                     "call": str(call),
@@ -360,7 +370,7 @@ class Supervisor:
             } if abs(made) < _LATEST:
                 arrived, before = time.monotonic(), rank.reports.newest
                 moved = before["moved"] if before.get("step") == step else arrived
-                self.step = max(step, self.step)
+                run.step = max(step, run.step)
                 report: run_status.RankReport
                 report = {"call": call, "waits": waits, "where": where, "step": step}
                 report |= {"moved": moved, "speed": rank.speed}
@@ -372,9 +382,8 @@ class Supervisor:
         """Count ranks as failed that have ended without Horovod, if others wait for its start."""
         if not any(rank.starting and not rank.ended for rank in self.ranks.values()):
             return
-        failed = {failure.rank for failure in self.failures}
         for rank in self.ranks.values():
-            if rank.status == 0 and rank.starting is None and rank.number not in failed:
+            if rank.status == 0 and rank.starting is None and not rank.failed:
                 problem = (
                     "ended with exit status 0 and did not start Horovod, for which the other "
                     "ranks wait: call hvkit on every rank"
@@ -390,6 +399,7 @@ class Supervisor:
         at: float | None = None,
         lost: bool = False,
     ) -> None:
+        rank.failed = True
         self.failures.append(
             Failure(
                 rank=rank.number,
@@ -401,7 +411,7 @@ class Supervisor:
                 all_last_lines=tuple(rank.output.all_last_lines()),
                 traceback=tuple(rank.output.last_traceback()),
                 refused=rank.refused,
-                stopped=rank.stopped or self._interrupted or self._grace is not None,
+                stopped=rank.stopped or self._ending is not None,
                 lost=lost,
             )
         )

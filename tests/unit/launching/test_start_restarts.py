@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hvkit.launching.start import Restarts
-from hvkit.launching.supervision.failures import Raised
 from hvkit.launching.supervision.supervised_run import Outcome
+from hvkit.launching.supervision.tracebacks import Raised
 
 FAILED = Outcome(1, "rank 1 on node2 ended with exit status 1", restartable=True)
 WRONG = Raised("SyntaxError", (("train.py", 3),))

@@ -211,6 +211,6 @@ def test_a_try_that_has_saved_nothing_yet_leaves_the_newest_checkpoint_as_it_was
     status.update(saved=7)
     status.update(**supervisor.state())
     assert status.now.saved == 7
-    supervisor.saved = 9
+    supervisor.reports.saved = 9
     status.update(**supervisor.state())
     assert status.now.saved == 9

@@ -297,7 +297,7 @@ def test_a_rank_that_ends_well_before_the_others_is_named_if_the_launcher_minds(
 def test_a_signal_that_comes_once_the_outcome_is_known_allows_no_restart(monkeypatch):
     def supervise(self):
         self.stopping = True
-        outcome = self.ended(1, "rank 0 ended with exit status 1")
+        outcome = self.outcome(1, "rank 0 ended with exit status 1", restartable=True)
         assert outcome.restartable
         self.on_end_signal(signal.SIGTERM)
         return outcome
