@@ -12,6 +12,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +40,35 @@ from hvkit.sync.port import Keeper
 _Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of a divided model, and of the strategy's state."""
+
+    keeper: Keeper
+    model: ModelState
+    own: dict[str, int]  # the numbers of its parameters in the keeper
+
+    def by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
+        """The strategy's state of this rank's parameters, in the shape of its slices."""
+        return strategy_values(state, self.own, self.model.shape_of)
+
+    def slices_of(self, arrays: _Arrays, number: dict[str, int]) -> _Arrays:
+        """The same from the state of full parameters, which have these numbers."""
+        if COUNTS not in arrays:
+            return {}
+        numbers = {name: number[name] for name in self.own}
+        full = strategy_values(arrays, numbers, self.model.full_shape_of)
+        own = {
+            name: {key: self.model.slicing(name).tensor_slice(t) for key, t in kept.items()}
+            for name, kept in full.items()
+        }
+        return strategy_arrays(arrays[COUNTS], own, self.own)
+
+    def saved_slices(self, saved: SavedState) -> _Arrays:
+        own = {name: self.model.part_of_saved(name, saved) for name in self.own}
+        return strategy_arrays(saved.plan[COUNTS].numpy(), own, self.own)
+
+
 class MeshKeeper:
     """A ``hvkit.sync.port.Keeper`` of a model that is divided when its first batch comes.
 
@@ -57,58 +87,48 @@ class MeshKeeper:
         self.strategy, self.compression = strategy, compression
         self.local = isinstance(strategy, Rounds)
         self.mesh = repr(options.mesh)
-        # A number for which rank holds which part; None before the model is divided.
         self.layout: int | None = None
-        # That of the checkpoint that is loaded next.
         self.saved_layout: int | None = None
         self._rank = options.position.rank
         self._number = {name: i for i, name in enumerate(names)}
-        # The numbers of this rank's parameters in the keeper of its part.
-        self._own: dict[str, int] = {}
-        self._keeper: Keeper | None = None
-        self._model: ModelState | None = None
+        self._part: _Part | None = None
         self._in_round = False
         # Loads that wait until the model is divided.
-        self._pending: list[Callable[[], None]] = []
-        # The number of open ``settled`` contexts that began while loads were pending.
-        self._settled = 0
-        # The full state, on rank 0 inside ``gathered``.
-        self._full: _Arrays = {}
+        self._pending: list[Callable[[_Part], None]] = []
+        self._settled = 0  # how many open contexts began while loads were pending
+        self._full: _Arrays = {}  # on rank 0 inside ``gathered``
 
     def divided(self, keeper: Keeper, model: ModelState, own: Sequence[str], layout: int) -> None:
         """Begin with this rank's part: the names of its parameters, in the keeper's order."""
-        self._keeper, self._model, self.layout = keeper, model, layout
-        self._own = {name: i for i, name in enumerate(own)}
+        self._part = _Part(keeper, model, {name: i for i, name in enumerate(own)})
+        self.layout = layout
 
     def load_pending(self) -> None:
         """Load what a checkpoint has read before the model was divided.
 
         Until then, and inside ``settled``, the ranks hold the weights that they had agreed on.
         """
-        if self._keeper is None or self._settled:
-            return
-        pending, self._pending = self._pending, []
-        for load in pending:
-            load()
+        while self._part is not None and not self._settled and self._pending:
+            self._pending.pop(0)(self._part)
 
-    def _when_divided(self, load: Callable[[], None]) -> None:
-        if self._keeper is None or self._pending:
+    def _when_divided(self, load: Callable[[_Part], None]) -> None:
+        if self._part is None or self._pending:
             self._pending.append(load)
         else:
-            load()
+            load(self._part)
 
     def in_saved_round(self, load: Callable[[], None]) -> None:
         """Load rank-local state if the ranks continue the saved round."""
-        self._when_divided(lambda: load() if self._in_round else None)
+        self._when_divided(lambda _: load() if self._in_round else None)
 
     def arrive(self) -> None:
-        if self._keeper is not None:
-            self._keeper.arrive()
+        if self._part is not None:
+            self._part.keeper.arrive()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        if self._keeper is not None and not self._pending:
-            with self._keeper.settled():
+        if self._part is not None and not self._pending:
+            with self._part.keeper.settled():
                 yield
             return
         self._settled += 1
@@ -119,90 +139,64 @@ class MeshKeeper:
             self.load_pending()
 
     def unsettled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._keeper is None else self._keeper.unsettled()
+        return nullcontext() if self._part is None else self._part.keeper.unsettled()
 
     def start_over(self) -> None:
         self._pending.clear()
         self._in_round = False
-        if self._keeper is not None:
-            self._keeper.start_over()
+        if self._part is not None:
+            self._part.keeper.start_over()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        if self._keeper is not None and self._model is not None and self.local:
-            state = self._keeper.state()
-            found = self._model.collected(self._by_parameter(state), self._number)
-            if self._model.keeps_whole:
+        if (part := self._part) is not None and self.local:
+            state = part.keeper.state()
+            found = part.model.collected(part.by_parameter(state), self._number)
+            if part.model.keeps_whole:
                 self._full = strategy_arrays(state[COUNTS], found, self._number)
         try:
             yield
         finally:
             self._full = {}
 
-    def _by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
-        """The strategy's state of this rank's parameters, in the shape of its slices."""
-        return strategy_values(state, self._own, self._model_state.shape_of)
-
-    @property
-    def _model_state(self) -> ModelState:
-        return cast(ModelState, self._model)
-
-    @property
-    def _part_keeper(self) -> Keeper:
-        return cast(Keeper, self._keeper)
-
     @property
     def is_divided(self) -> bool:
-        return self._keeper is not None and self.local
+        return self._part is not None and self.local
 
     def plan(self) -> dict[str, Any]:
-        return strategy_plan(self._part_keeper.state()[COUNTS], list(self._number))
+        return strategy_plan(cast(_Part, self._part).keeper.state()[COUNTS], list(self._number))
 
     def shards(self) -> dict[str, Any]:
-        return self._model_state.saved_slices(self._by_parameter(self._part_keeper.state()))
+        part = cast(_Part, self._part)
+        return part.model.saved_slices(part.by_parameter(part.keeper.state()))
 
     def state(self) -> _Arrays:
         return self._full
 
     def load_state(self, arrays: _Arrays, *, in_round: bool) -> None:
-        self._load_later(lambda: self._slices_of(arrays), in_round=in_round)
+        self._load_later(lambda part: part.slices_of(arrays, self._number), in_round=in_round)
 
     def load_shards(self, saved: SavedState, *, in_round: bool) -> None:
-        self._load_later(lambda: self._saved_slices(saved), in_round=in_round)
+        self._load_later(lambda part: part.saved_slices(saved), in_round=in_round)
 
-    def _load_later(self, own: Callable[[], _Arrays], *, in_round: bool) -> None:
+    def _load_later(self, own: Callable[[_Part], _Arrays], *, in_round: bool) -> None:
         self._pending.clear()
         saved_layout = self.saved_layout
 
-        def load() -> None:
+        def load(part: _Part) -> None:
             self._in_round = in_round and saved_layout == self.layout
             if in_round and not self._in_round and self._rank == 0:
                 logger.info(
                     f"{self.strategy} begins a new round: the model was divided in another way "
                     "when it was saved"
                 )
-            arrays = own() if self.local else {}
+            arrays = own(part) if self.local else {}
             if self.local and not arrays:  # saved before a first step
-                self._part_keeper.start_over()
+                part.keeper.start_over()
             else:
-                self._part_keeper.load_state(arrays, in_round=self._in_round)
+                part.keeper.load_state(arrays, in_round=self._in_round)
 
         self._when_divided(load)
-
-    def _slices_of(self, arrays: _Arrays) -> _Arrays:
-        if COUNTS not in arrays:
-            return {}
-        number, model = {name: self._number[name] for name in self._own}, self._model_state
-        full = strategy_values(arrays, number, model.full_shape_of)
-        own = {
-            name: {key: model.slicing(name).tensor_slice(t) for key, t in kept.items()}
-            for name, kept in full.items()
-        }
-        return strategy_arrays(arrays[COUNTS], own, self._own)
-
-    def _saved_slices(self, saved: SavedState) -> _Arrays:
-        own = {name: self._model_state.part_of_saved(name, saved) for name in self._own}
-        return strategy_arrays(saved.plan[COUNTS].numpy(), own, self._own)
 
     def rank_state(self) -> _Arrays:
         if self._pending:
@@ -210,17 +204,18 @@ class MeshKeeper:
                 f"the state of {self.strategy} in a checkpoint is loaded when the first batch "
                 "shows how to divide the model, and cannot be saved before: call model(x) first"
             )
-        if self._keeper is None:
+        if self._part is None:
             return {}
+        keeper = self._part.keeper
         common = {
             key.removeprefix(SENT): array
-            for key, array in self._keeper.state().items()
+            for key, array in keeper.state().items()
             if not self.local or key.startswith(SENT)
         }
-        return self._keeper.rank_state() | common
+        return keeper.rank_state() | common
 
     def load_rank_state(self, arrays: _Arrays) -> None:
-        self.in_saved_round(lambda: self._part_keeper.load_rank_state(arrays))
+        self.in_saved_round(lambda: cast(_Part, self._part).keeper.load_rank_state(arrays))
 
 
 class _MeshState:
