@@ -81,7 +81,7 @@ def links(_):
     def run(what, size, **limits):
         nodes = [f"node{number}" for number in range(1, size + 1)]
         hosts = ",".join(f"{node}:1" for node in nodes)
-        launch = [sys.executable, "-m", "hvkit.cli", "run", "-np", str(size), "-H", hosts]
+        launch = [sys.executable, "-m", "hvkit", "run", "-np", str(size), "-H", hosts]
         with Rig(nodes, **limits) as rig:
             script = [sys.executable, ON_LINKS, what]
             settings = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}

@@ -119,7 +119,7 @@ BIN = str(Path(PYTHON).parent)
 PEERS = {
     "hvkit": (
         HVKIT,
-        {"node1": [PYTHON, "-m", "hvkit.cli", "run", "-np", "2", "-H", "node1:1,node2:1,node3:1",
+        {"node1": [PYTHON, "-m", "hvkit", "run", "-np", "2", "-H", "node1:1,node2:1,node3:1",
                    "--max-restarts", "3", "--stall", "12", "--lost-after", "4", "--grace", "5",
                    PYTHON]},
     ),

@@ -130,7 +130,7 @@ def measure_time(workloads):
 
     nodes = [f"node{number}" for number in range(1, RANKS + 1)]
     hosts = ",".join(f"{node}:1" for node in nodes)
-    launch = [sys.executable, "-m", "hvkit.cli", "run", "-np", str(RANKS), "-H", hosts]
+    launch = [sys.executable, "-m", "hvkit", "run", "-np", str(RANKS), "-H", hosts]
     for bandwidth in BANDWIDTHS:
         with Rig(nodes, bandwidth=bandwidth) as rig:
             for workload in workloads:

@@ -43,7 +43,7 @@ COMMAND = "hvkit run -np 4 train.py"
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(SCRIPT)
-        words = [sys.executable, "-m", "hvkit.cli", *COMMAND.split()[1:]]
+        words = [sys.executable, "-m", "hvkit", *COMMAND.split()[1:]]
         words.insert(words.index("run") + 1, "--bind=none")
         ended = subprocess.run(
             words,

@@ -68,7 +68,7 @@ def seen(run: subprocess.Popen[bytes]) -> Group:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(SCRIPT)
-        words = [sys.executable, "-m", "hvkit.cli", "run", "--bind=none", "-np", "4"]
+        words = [sys.executable, "-m", "hvkit", "run", "--bind=none", "-np", "4"]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         with subprocess.Popen(
             [*words, sys.executable, "train.py"], cwd=folder, **quiet

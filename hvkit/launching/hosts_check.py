@@ -87,7 +87,7 @@ def check(hosts: Sequence[Host], system: str | None = None) -> Checked:
 
 def collect_reports(hosts: Sequence[Host], shell: RemoteShell) -> list[Examined]:
     """Run ``hvkit doctor`` on all hosts at once, with the path of this process's Python."""
-    command = [sys.executable, "-P", "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
+    command = [sys.executable, "-P", "-m", "hvkit", "doctor", "--json", "--no-self-test"]
     return [_examined(answer) for answer in run_on_hosts(hosts, command, _TIMEOUT, shell)]
 
 

@@ -237,7 +237,7 @@ def held_by(run: Run) -> dict[str, int]:
     processes += processes[0].children(recursive=True)
     (supervisor,) = [
         each for each in processes
-        if each.cmdline()[1:5] == ["-m", "hvkit.cli", "run", "-np"]
+        if each.cmdline()[1:5] == ["-m", "hvkit", "run", "-np"]
     ]  # fmt: skip
     ranks = [process for _, process in run.ranks().values()]
     return {

@@ -15,9 +15,7 @@ _CORES = len(os.sched_getaffinity(0))
 
 
 def _check(host: Host, hosts: str) -> subprocess.CompletedProcess[str]:
-    return host.run(
-        [sys.executable, "-m", "hvkit.cli", "hosts", "-H", hosts, "--check"], timeout=300
-    )
+    return host.run([sys.executable, "-m", "hvkit", "hosts", "-H", hosts, "--check"], timeout=300)
 
 
 def _must(host: Host, *command: str) -> None:

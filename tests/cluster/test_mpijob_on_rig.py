@@ -34,7 +34,7 @@ OPERATORS = {
 
 
 def manifest(*arguments: str) -> dict:
-    hvkit = [sys.executable, "-m", "hvkit.cli", "manifest", "mpijob", "--image", "hvkit:1"]
+    hvkit = [sys.executable, "-m", "hvkit", "manifest", "mpijob", "--image", "hvkit:1"]
     written = subprocess.run(
         [*hvkit, *arguments], check=True, capture_output=True, text=True, timeout=60
     )

@@ -13,7 +13,7 @@ from hvkit.launching.hosts import read_hostfile
 
 _READY = sorted((Path(__file__).parents[2] / "hostfiles").iterdir())
 _BIN = Path(sys.executable).parent
-_HVKIT = [sys.executable, "-m", "hvkit.cli", "run", "--hostfile"]
+_HVKIT = [sys.executable, "-m", "hvkit", "run", "--hostfile"]
 _LAUNCHERS = {
     "mpirun": [f"{_BIN}/mpirun", "--bind-to", "none", "--hostfile"],
     "horovodrun": [f"{_BIN}/horovodrun", "--gloo", "-np", "{ranks}", "--hostfile"],

@@ -39,7 +39,7 @@ weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 if hvkit.rank() == 0:
     print("result", start, hashlib.sha256(weights).hexdigest()[:12], flush=True)
 """
-HVKIT = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2"]
+HVKIT = [sys.executable, "-m", "hvkit", "run", "-np", "2"]
 HOSTS = "-H", "node2:1,node3:1,node4:1", "--max-restarts", "2", "--lost-after", "4", "--grace", "5"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", **LEFT_OUT}
 

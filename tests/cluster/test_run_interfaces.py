@@ -5,7 +5,7 @@ import sys
 import pytest
 from cases import MORE
 
-RUN = [sys.executable, "-m", "hvkit.cli", "run"]
+RUN = [sys.executable, "-m", "hvkit", "run"]
 COUNT = [sys.executable, "-c", "import torch, hvkit; print(len(hvkit.allgather(0)))"]
 
 

@@ -39,7 +39,7 @@ def hosts(rig):
 
 @pytest.mark.parametrize("named", cases([[], ["-H", "algo-1:1,algo-2:1"]], name=" ".join))
 def test_the_first_host_starts_ranks_on_all_and_the_others_wait(hosts, tmp_path, named):
-    command = [sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "--max-restarts", "1", *named]
+    command = [sys.executable, "-m", "hvkit", "run", "-np", "2", "--max-restarts", "1", *named]
     command += [sys.executable, "-c", SCRIPT, str(tmp_path / "saved")]
     running = {}
     for name in reversed(NAMES):

@@ -43,7 +43,7 @@ def slurm(hosts: Rig, tmp_path: Path) -> Iterator[Slurm]:
 
 def script(*arguments: str) -> str:
     """What ``hvkit manifest slurm`` writes."""
-    hvkit = [sys.executable, "-m", "hvkit.cli", "manifest", "slurm"]
+    hvkit = [sys.executable, "-m", "hvkit", "manifest", "slurm"]
     return subprocess.run(
         [*hvkit, *arguments], check=True, capture_output=True, text=True, timeout=60
     ).stdout
@@ -99,7 +99,7 @@ def test_hosts_are_checked_where_slurm_alone_leads_to_them(
 ) -> None:
     for host in hosts.hosts:
         host.run(["rm", "/etc/ssh/authorized_keys"]).check_returncode()
-    check = [sys.executable, "-m", "hvkit.cli", "hosts", "--check"]
+    check = [sys.executable, "-m", "hvkit", "hosts", "--check"]
     lines = ["#!/bin/sh", "#SBATCH --nodes=2 --ntasks-per-node=1", f"exec {shlex.join(check)}"]
     job = slurm.run("\n".join(lines), timeout=300, cwd=tmp_path)
     rows = {words[0]: words for words in map(str.split, job.output.splitlines()) if words}

@@ -7,7 +7,7 @@ import pytest
 from cases import MORE, cases
 from quick_start import LEFT_OUT
 
-HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
+HVKIT = [sys.executable, "-m", "hvkit", "run"]
 BY_INTERFACE = """
 from pathlib import Path
 
@@ -202,7 +202,7 @@ def test_a_large_sum_is_right_and_sends_little_wherever_ranks_are(rig, slots, ex
 # result is right.
 ROWS = """
 import json, torch, hvkit
-from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.communication.exchanges import Messages
 
 hvkit.init("torch")

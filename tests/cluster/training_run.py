@@ -19,7 +19,7 @@ NODES = ("node1", "node2", "node3")
 SURVIVED, STALL, LOST = 90.0, 12, 4
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
 HVKIT = [
-    sys.executable, "-m", "hvkit.cli", "run", "-np", "2", "-H", "node1:1,node2:1,node3:1",
+    sys.executable, "-m", "hvkit", "run", "-np", "2", "-H", "node1:1,node2:1,node3:1",
     "--max-restarts", "4", "--stall", str(STALL), "--lost-after", str(LOST), "--grace", "5",
 ]  # fmt: skip
 

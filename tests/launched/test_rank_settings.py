@@ -113,7 +113,7 @@ def test_files_of_killed_launchers_do_not_stop_later_ones(tmp_path):
         (folder / f"pmix.{name}.tool").touch()
     environment = {n: v for n, v in os.environ.items() if n != "PRTE_MCA_pmix_tool_support"}
     done = subprocess.run(
-        [sys.executable, "-m", "hvkit.cli", "run", "-np", "1", "true"],
+        [sys.executable, "-m", "hvkit", "run", "-np", "1", "true"],
         env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

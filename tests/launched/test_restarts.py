@@ -89,7 +89,7 @@ RAISE = "raise ValueError('a fault')"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 LEAVE = "sys.exit(0)"
 TERMINATE = "os.kill(os.getpid(), signal.SIGTERM)"
-HVKIT = [sys.executable, "-m", "hvkit.cli", "run"]
+HVKIT = [sys.executable, "-m", "hvkit", "run"]
 OPTIONS = ["--max-restarts", "1"]
 
 

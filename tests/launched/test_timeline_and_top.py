@@ -92,7 +92,7 @@ def pause(seconds):
 start.time = SimpleNamespace(sleep=pause, monotonic=time.monotonic)
 sys.exit(cli.main(sys.argv[1:]))
 """
-TOP = [sys.executable, "-m", "hvkit.cli", "top"]
+TOP = [sys.executable, "-m", "hvkit", "top"]
 ON_TERMINAL = "import sys; sys.stdout.isatty = lambda: True; from hvkit.cli import main; main()"
 LIVE = [sys.executable, "-c", ON_TERMINAL, "top"]
 
@@ -101,7 +101,7 @@ def command(script, folder, fault, *options):
     path = folder / "train.py"
     path.write_text(script)
     return [
-        *(sys.executable, "-m", "hvkit.cli", "run", "-np", "2", *options),
+        *(sys.executable, "-m", "hvkit", "run", "-np", "2", *options),
         *(sys.executable, str(path), str(folder), fault),
     ]
 

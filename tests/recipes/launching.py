@@ -14,7 +14,7 @@ from monitored import Monitored
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 ALONE = ()
-HVKIT = (sys.executable, "-m", "hvkit.cli")
+HVKIT = (sys.executable, "-m", "hvkit")
 MPIRUN = ("mpirun", "-np", "2")
 HOROVODRUN = ("horovodrun", "-np", "2")
 

@@ -53,7 +53,7 @@ class Environment:
     def doctor(self, *before, path=None, **environ):
         """Run ``hvkit doctor`` there, without the self-test, behind the words ``before``."""
         path = path or [str(self.programs), *rest_of_path()]
-        command = ["-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
+        command = ["-m", "hvkit", "doctor", "--json", "--no-self-test"]
         done = subprocess.run(
             [*before, str(self.programs / "python"), *command],
             env={**os.environ, "PATH": os.pathsep.join(path), **environ},

@@ -62,7 +62,7 @@ def test_anything_else_is_an_error(text, why):
 
 
 def test_this_hosts_own_report_is_read():
-    command = [sys.executable, "-m", "hvkit.cli", "doctor", "--json", "--no-self-test"]
+    command = [sys.executable, "-m", "hvkit", "doctor", "--json", "--no-self-test"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     found = read_report(printed)
     assert Examined(Host("here"), found).cores >= 1
