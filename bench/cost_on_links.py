@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvkit
-from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.wire import Wire
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 32 << 20)
 CALLS, STEPS = 10, 3

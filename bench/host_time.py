@@ -19,7 +19,7 @@ BLOCKS, STEPS = 60, 5
 
 def hvkit_without_communication(model, optimizer):
     import hvkit
-    from hvkit.frameworks.pytorch.collectives.wire import Wire
+    from hvkit.frameworks.pytorch.wire import Wire
 
     hvkit.distribute(model, optimizer)
     wait = Wire.wait

@@ -16,7 +16,7 @@ def hvkit_mean():
     import hvkit
 
     hvkit.init("torch")
-    from hvkit.frameworks.pytorch.collectives.wire import Wire
+    from hvkit.frameworks.pytorch.wire import Wire
 
     wire = Wire("gradients")
     return lambda x: wire.wait(wire.start_mean(x, f"{x.nbytes} bytes"))

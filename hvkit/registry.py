@@ -131,7 +131,7 @@ def framework_of_all(models: Sequence[Any], optimizers: Sequence[Any]) -> Framew
 
 def gather_module(package: str) -> Any:
     """The module with the script's calls on tensors of ``"torch"`` or ``"tensorflow"``."""
-    folder = {"torch": "pytorch.collectives", "tensorflow": "keras.tensorflow"}[package]
+    folder = {"torch": "pytorch", "tensorflow": "keras.tensorflow"}[package]
     return import_module(f"{_HERE}.{folder}.gather")
 
 

@@ -7,8 +7,8 @@
     top_k          the largest values only
     power_sgd      low-rank factors
 
-A compression is a frozen dataclass. It holds the mathematics; ``collectives/ops.py`` of each
-port has the functions on tensors that it uses.
+A compression is a frozen dataclass. It holds the mathematics; ``ops.py`` of each port has the
+functions on tensors that it uses.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from hvkit.frameworks.keras.buffers import learnt_in
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.optimizers import calls_of_apply, is_overwritten, variables_of
 from hvkit.frameworks.keras.refusals import remember_updated
-from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.runtime import Group
 
 

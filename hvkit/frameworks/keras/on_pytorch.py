@@ -31,12 +31,12 @@ from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_r
 from hvkit.frameworks.keras.optimizers import fit_half, let_leave_out_updates, share_scale
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.pytorch import PyTorchPort, buffers
-from hvkit.frameworks.pytorch.collectives.gather import gather as gather_tensors
-from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.sharded import owned_bytes, set_others
+from hvkit.frameworks.pytorch.gather import gather as gather_tensors
 from hvkit.frameworks.pytorch.initial_state import broadcast_tensors
 from hvkit.frameworks.pytorch.optimizers import is_left_to_rank, leave_to_rank, stepping_in
 from hvkit.frameworks.pytorch.refusals import refuse_optimizers_of_others
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.main_rank import warn_once
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous

@@ -16,7 +16,9 @@
     ├── optimizers         names of tensors; parent classes, wrappers, GradScaler: unusual steps
     ├── refusals           other wrappers, optimizers and modules; what cannot be divided
     ├── torch_distributed  torch.distributed between Horovod's ranks: groups, messages of pipelines
-    └── collectives/       tensors to the other ranks and back; operations for compressions
+    ├── wire               Horovod's collectives on tensors; tensors as vectors
+    ├── gather             tensors over all ranks, with a backward pass, for what scripts call
+    └── ops                operations for compressions
 """
 
 from hvkit.frameworks.pytorch.port import PyTorchPort

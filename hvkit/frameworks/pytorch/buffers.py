@@ -20,10 +20,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hvkit.frameworks.pytorch.collectives.wire import Wire, set_from_vector, to_vector
 from hvkit.frameworks.pytorch.fingerprints import fingerprints_of
 from hvkit.frameworks.pytorch.initial_state import own_elements
 from hvkit.frameworks.pytorch.optimizers import named_in
+from hvkit.frameworks.pytorch.wire import Wire, set_from_vector, to_vector
 from hvkit.runtime import Group
 from hvkit.sync.fingerprints import Compared, Rows, require_same_buffers, warn_of_integers
 from hvkit.sync.port import kept_statistics

@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.fingerprints import (
     Fingerprints,
     fingerprints_of,
@@ -46,6 +45,7 @@ from hvkit.frameworks.pytorch.fingerprints import (
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike

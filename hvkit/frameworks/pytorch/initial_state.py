@@ -32,15 +32,12 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: Group) -> None:
         if tensor.layout is not torch.strided:
             with torch.no_grad():
                 tensor.copy_(_from_first(tensor.detach(), group))
-            continue
-        if not tensor.numel():  # which has no bytes to view as another dtype
-            continue
-        target = own_elements(tensor.detach())
-        run.append(target)
-        size += target.nbytes
-        if size > _RUN:
-            _broadcast_run(run, group)
-            run, size = [], 0
+        elif tensor.numel():  # an empty one has no bytes to view as another dtype
+            run.append(own_elements(tensor.detach()))
+            size += run[-1].nbytes
+            if size > _RUN:
+                _broadcast_run(run, group)
+                run, size = [], 0
     _broadcast_run(run, group)
 
 
@@ -125,9 +122,8 @@ def _on_this_gpu(storage: Any, location: str) -> Any:
 
 def _replaced(value: Any, received: Any) -> Any:
     """Rank 0's value, copied into this rank's tensor if there is one: the script may have it."""
-    if not isinstance(value, torch.Tensor) or not isinstance(received, torch.Tensor):
-        return received
-    if value.shape != received.shape or value.dtype != received.dtype:
+    both = isinstance(value, torch.Tensor) and isinstance(received, torch.Tensor)
+    if not both or (value.shape, value.dtype) != (received.shape, received.dtype):
         return received
     with torch.no_grad():
         return value.copy_(received)

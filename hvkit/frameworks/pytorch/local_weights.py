@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from hvkit.communication.exchanges import RunningExchanges
 from hvkit.compression import Compression
 from hvkit.compression.compression import Shape
+from hvkit.frameworks.pytorch import ops, wire
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
-from hvkit.frameworks.pytorch.collectives import ops, wire
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
 from hvkit.frameworks.pytorch.optimizers import is_left_to_rank, parameters_of, scaler_hooks
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
@@ -92,10 +93,9 @@ def optimizers_inside(optimizer: Optimizer) -> list[Optimizer]:
 
 def optimizers_in_attributes(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers among this one's attributes, also ones with separate groups."""
-    attributes: list[Any] = []
-    for value in vars(optimizer).values():
-        attributes.extend(value if isinstance(value, list | tuple) else [value])
-    return [each for each in attributes if isinstance(each, Optimizer)]
+    values = vars(optimizer).values()
+    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
+    return [each for each in itertools.chain(*lists) if isinstance(each, Optimizer)]
 
 
 def stepping_in(optimizer: Optimizer) -> list[Optimizer]:

@@ -206,7 +206,8 @@ class PyTorchPort:
                 trace_steps(around)
             stepping = stepping_in(optimizer)
             refusals.refuse_other_optimizers(stepping, is_distributed_parameter)
-            attach(stepping, around)
+            for each in stepping:
+                attach(each, around)
             gather = functools.partial(gathered, weakref.proxy(optimizer)) if divided else None
             records.append((optimizer, Record(warmup=rate, gathered=gather)))
         return records

@@ -42,11 +42,10 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -62,7 +61,6 @@ from hvkit.frameworks.pytorch.optimizers import (
 from hvkit.runtime import Group
 
 Closure = Callable[..., Any]
-_Hooks = OrderedDict[int, Callable[..., Any]]
 
 # Hooks are not compiled with a compiled step: they look at values that differ from step to step.
 # torch.compile compiles the update as it would without hvkit.
@@ -138,8 +136,8 @@ class UpdateHooks:
         try:
             for each in self._features:
                 each.before(optimizer, closure)
-            if closure is None:
-                self._use_gradients(optimizer)
+            for each in self._features if closure is None else ():
+                each.gradients(optimizer)
         except BaseException:
             self.fail(optimizer, 0)
             raise
@@ -149,16 +147,13 @@ class UpdateHooks:
 
         def with_hooks(*args: Any) -> Any:
             loss = closure(*args)
-            self._use_gradients(optimizer)
+            for each in self._features:
+                each.gradients(optimizer)
             for each in reversed(self._features):
                 loss = each.loss(loss)
             return loss
 
         return with_hooks
-
-    def _use_gradients(self, optimizer: Any) -> None:
-        for each in self._features:
-            each.gradients(optimizer)
 
     def end(self, optimizer: Any) -> None:
         """After an update; an update that began inside another ends inside it."""
@@ -188,13 +183,13 @@ class UpdateHooks:
         if all(each.update_begins is _nothing for each in self._features):
             return _nothing
         hook_steps_of_parents(type(optimizer))
-        before = optimizer.register_step_pre_hook(_uncompiled(self._begin_innermost))
-        after = optimizer.register_step_post_hook(_uncompiled(self._end_innermost))
+        before: Any = optimizer.register_step_pre_hook(_uncompiled(self._begin_innermost))
+        after: Any = optimizer.register_step_post_hook(_uncompiled(self._end_innermost))
 
         def keep_innermost() -> None:
             # The user's hooks read and set the user's rate.
-            cast(_Hooks, optimizer._optimizer_step_pre_hooks).move_to_end(before.id)
-            cast(_Hooks, optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+            before.hooks_dict_ref().move_to_end(before.id)
+            after.hooks_dict_ref().move_to_end(after.id, last=False)
 
         keep_innermost()
         return keep_innermost
@@ -256,13 +251,9 @@ class HiddenGradients:
         self._hidden.clear()
 
 
-def attach(optimizers: Sequence[Optimizer], hooks: UpdateHooks) -> None:
-    """Call hooks, which have all features, around the steps of an optimizer and ones inside it."""
-    for each in optimizers:
-        _attach(each, hooks)
+def attach(optimizer: Optimizer, hooks: UpdateHooks) -> None:
+    """Call hooks, which have all features, around an optimizer's steps."""
 
-
-def _attach(optimizer: Optimizer, hooks: UpdateHooks) -> None:
     @_uncompiled
     def enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = closure_of(args, kwargs)
@@ -307,8 +298,7 @@ def closure_of(args: Any, kwargs: Any) -> Closure | None:
 
 def _with_closure(closure: Closure, args: Any, kwargs: Any) -> Any:
     """The arguments with another closure, as a hook before ``step`` returns them."""
-    rest = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], closure, *args[2:]), rest
+    return (args[0], closure, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
 
 class Parameters(Protocol):

@@ -34,13 +34,12 @@ def start() -> None:
     """Start ``torch.distributed`` with Horovod's ranks; a collective, the first time."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in all builds
 
-    one_host = runtime.local_size() == runtime.size()
-    addresses: tuple[str, ...] = ("127.0.0.1",)
-    port = 0
+    offered: Any = None
     if runtime.rank() == 0:
         store = TCPStore("127.0.0.1", 0, runtime.size(), True, wait_for_workers=False)
-        addresses, port = addresses if one_host else addresses_for_others(), store.port
-    addresses, port = collectives.from_rank(0, (addresses, port))
+        one_host = runtime.local_size() == runtime.size()
+        offered = ("127.0.0.1",) if one_host else addresses_for_others(), store.port
+    addresses, port = collectives.from_rank(0, offered)
     towards = ((each, interface_towards(each, port, _PATIENCE)) for each in addresses)
     reached, interface = next((pair for pair in towards if pair[1]), (None, None))
     problem = None
@@ -63,8 +62,7 @@ def start() -> None:
     if torch.cuda.is_available():
         # NCCL needs a GPU for each rank.
         backend = "cpu:gloo,cuda:gloo" if ranks_share_gpus() else "cpu:gloo,cuda:nccl"
-    rank, size = runtime.rank(), runtime.size()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=runtime.rank(), world_size=runtime.size())
     atexit.register(stop)
 
 
@@ -122,15 +120,9 @@ def stop() -> None:
     """End ``torch.distributed`` if ``start`` has started it."""
     if started() and dist.is_initialized():
         dist.destroy_process_group()
-    start.cache_clear()
-    device_mesh.cache_clear()
-    group_of.cache_clear()
-    subgroup_of.cache_clear()
-    _forget_dtensors()
-
-
-def _forget_dtensors() -> None:
-    """Drop DTensor's caches, which have the names of groups that are no more."""
+    for each in (start, device_mesh, group_of, subgroup_of):
+        each.cache_clear()
+    # DTensor's caches have the names of groups that are no more.
     if tensor := sys.modules.get("torch.distributed.tensor"):
         propagator: Any = tensor.DTensor._op_dispatcher.sharding_propagator
         # Versions of PyTorch have the one, the other, or both.

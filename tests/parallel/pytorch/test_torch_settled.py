@@ -20,7 +20,7 @@ from torch_nets import (
 
 import hvkit
 from hvkit.communication.exchanges import Messages, by_rank
-from hvkit.frameworks.pytorch.collectives.wire import Wire
+from hvkit.frameworks.pytorch.wire import Wire
 
 
 def test_settled_holds_the_agreed_weights_and_leaves_no_trace():

@@ -20,7 +20,7 @@ class Torch:
 
     def __init__(self):
         self.torch = pytest.importorskip("torch")
-        from hvkit.frameworks.pytorch.collectives import ops
+        from hvkit.frameworks.pytorch import ops
 
         self.ops, self.tensor_of, self.join = ops, self.torch.from_numpy, self.torch.cat
 

@@ -111,7 +111,7 @@ def test_an_optimizer_may_pass_arguments_to_its_closure(place):
 
     optimizer = Passes([torch.nn.Parameter(torch.ones(1))], 0.1)
     features = {Order.RANKS: recorded(Order.RANKS, []), Order.RATE: noting(Order.RATE, [])}
-    attach([optimizer], hooks_of([], [], features[place]))
+    attach(optimizer, hooks_of([], [], features[place]))
     assert optimizer.step(lambda by: by) == 3
 
 
@@ -199,7 +199,7 @@ def optimizer(events):
         [Order.RANKS], events, *(noting(p, events) for p in (Order.RATE, Order.DIVISION))
     )
     register("earlier hook")
-    attach([found], hooks)
+    attach(found, hooks)
     register("later hook")
     return found
 

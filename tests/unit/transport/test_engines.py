@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hvkit.errors import HorovodNotFoundError
-from hvkit.frameworks.pytorch.collectives import wire
+from hvkit.frameworks.pytorch import wire
 from hvkit.host.hardware import CgroupLimits
 from hvkit.transport import engines
 from hvkit.transport.engines import HostMemory

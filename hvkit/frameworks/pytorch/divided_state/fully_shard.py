@@ -31,7 +31,6 @@ from hvkit.communication import collectives
 from hvkit.errors import HvkitError, RanksDisagreeError
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
-from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
@@ -44,6 +43,7 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParame
 from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.mesh import Mesh, MeshPosition
 from hvkit.runtime import all_ranks
 from hvkit.strategies.fully_shard import FullyShard

@@ -20,7 +20,6 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.communication.encoding import bytes_of
 from hvkit.communication.exchanges import chunks_by_owner
-from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.divided_state.trials import why_not_by_element, why_not_by_parameter
 from hvkit.frameworks.pytorch.optimizers import has_step_length, optimizers_inside, parameters_of
 from hvkit.frameworks.pytorch.step_hooks import (
@@ -30,6 +29,7 @@ from hvkit.frameworks.pytorch.step_hooks import (
     Order,
     UpdateHooks,
 )
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.runtime import Group
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Strategy

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from hvkit.communication.exchanges import RunningExchanges, chunks
-from hvkit.frameworks.pytorch.collectives.wire import Wire, wire_dtype
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra
+from hvkit.frameworks.pytorch.wire import Wire, wire_dtype
 from hvkit.sync.compression_state import CompressionState
 
 Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]

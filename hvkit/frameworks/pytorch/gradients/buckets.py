@@ -28,8 +28,8 @@ import torch
 
 from hvkit.compression import Compression, for_rows
 from hvkit.compression.compression import Shape
-from hvkit.frameworks.pytorch.collectives import ops
-from hvkit.frameworks.pytorch.collectives.wire import Wire, real_shape, wire_dtype
+from hvkit.frameworks.pytorch import ops
+from hvkit.frameworks.pytorch.wire import Wire, real_shape, wire_dtype
 
 # Bytes of gradients that are worth a call each, which copies and scales in one pass.
 _LARGE = 1 << 17

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
+from hvkit.frameworks.pytorch import ops
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import (
     NO_CHANGES,
@@ -28,12 +29,11 @@ from hvkit.frameworks.pytorch.checks import (
     Checks,
     Disagreement,
 )
-from hvkit.frameworks.pytorch.collectives import ops
-from hvkit.frameworks.pytorch.collectives.wire import Wire
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, StepReport
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, average_rows
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates
+from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.compression_state import CompressionState
 

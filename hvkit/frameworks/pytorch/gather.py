@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from hvkit.communication.encoding import bytes_of
-from hvkit.frameworks.pytorch.collectives.wire import Wire, shaped_like, to_vector
 from hvkit.frameworks.pytorch.gradients.reducer import trained_parameters
+from hvkit.frameworks.pytorch.wire import Wire, shaped_like, to_vector
 from hvkit.runtime import Group, all_ranks, size
 from hvkit.watch.calls import call
 
