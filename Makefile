@@ -222,12 +222,17 @@ bench: setup
 setup: $(VENV)/installed
 	@PIP_CONSTRAINT=constraints.txt hvkit install-horovod --gpu $(HVKIT_GPU)
 
+# PyPI's PyTorch contains CUDA, 6 GB. Without a GPU, pip takes the build for CPUs from PyTorch's own
+# index, or PyPI's if that index does not answer soon.
+CPU_OPTIONS := import sys; from hvkit.build.cuda import has_nvidia_gpu; gpu = sys.argv[1]; \
+	for_gpu = has_nvidia_gpu() if gpu == "auto" else gpu != "none"; \
+	print("" if for_gpu else "--extra-index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1")
 $(VENV)/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --constraint constraints.txt pip setuptools
 	python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
-	options=$$(python -m hvkit.build.pytorch_index constraints.txt $(HVKIT_GPU)) && \
-		python -m pip install --constraint constraints.txt $$options torch
+	options=$$(python -c '$(CPU_OPTIONS)' $(HVKIT_GPU)) && \
+		python -m pip install --constraint constraints.txt --no-deps $$options torch
 	python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -12,8 +12,6 @@
     └── builder             source -> patches -> compilation -> wheel
         ├── horovod_patches applies the changes to Horovod's source that are in patches/
         └── build_output    progress and causes of failure, from what the build prints
-
-    pytorch_index           for the Makefile: the pip options that install PyTorch for CPUs
 """
 
 from hvkit.build.installer import BuildOptions, install_horovod
