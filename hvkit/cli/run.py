@@ -78,7 +78,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
         "--launcher",
         choices=LAUNCHERS,
         default="mpirun",
-        help="mpirun (default), horovodrun over MPI, or gloo, which needs no MPI on the hosts",
+        help="mpirun (default), or gloo: horovodrun --gloo, which needs no MPI on the hosts",
     )
     add_watching(parser)
     looking = parser.add_argument_group("looking closer")

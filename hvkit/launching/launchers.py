@@ -1,4 +1,4 @@
-"""The programs that start ranks: the ``mpirun`` of Open MPI, MPICH and Intel MPI; ``horovodrun``.
+"""What starts ranks: the ``mpirun`` of Open MPI, MPICH and Intel MPI; ``horovodrun --gloo``.
 
 ``find_launcher`` finds the program and its MPI. The ``Launcher`` that it returns turns a
 ``Job`` into a command line.
@@ -85,16 +85,12 @@ def find_launcher(name: str) -> Launcher:
     """The launcher of this name that is first on PATH, else the one beside this Python."""
     if name == "mpirun":
         return _mpirun()
-    path = program("horovodrun")
-    if path is None:
+    if (path := program("horovodrun")) is None:
         raise LaunchError(
             "no horovodrun on PATH nor next to this Python: build Horovod with "
             "`hvkit install-horovod`, or use mpirun: remove --launcher"
         )
-    controller = "--gloo" if name == "gloo" else "--mpi"
-    return Launcher(
-        f"horovodrun {controller}", path, partial(horovodrun_arguments, controller), sends_all=True
-    )
+    return Launcher("horovodrun --gloo", path, _gloo_arguments, sends_all=True)
 
 
 def _mpirun() -> Launcher:
@@ -113,8 +109,7 @@ def _mpirun() -> Launcher:
     first = next(iter(text.splitlines()), "nothing")
     raise LaunchError(
         f"`{path} --version` prints {first!r}, but hvkit knows only the options of Open MPI 4 or "
-        "newer, MPICH and Intel MPI: put one of these first on PATH, or use --launcher horovodrun "
-        "or gloo"
+        "newer, MPICH and Intel MPI: put one of these first on PATH, or use --launcher gloo"
     )
 
 
@@ -213,30 +208,17 @@ def _hydra_interface(job: Job, mpi: str) -> list[str]:
     return ["-iface", job.interfaces[0]] if job.interfaces else []
 
 
-def horovodrun_arguments(controller: str, job: Job) -> list[str]:
-    """The arguments of ``horovodrun``, with the controller ``--mpi`` or ``--gloo``.
+def _gloo_arguments(job: Job) -> list[str]:
+    """The arguments of ``horovodrun`` for ranks on Gloo.
 
     horovodrun sends its whole environment to the other hosts. So start it with nothing but the
-    variables to forward. With Gloo it writes them on the command lines of ssh, where everybody on
-    these hosts can read them while the job runs, including the key of the run.
+    variables to forward. It writes them on the command lines of ssh, where everybody on these hosts
+    can read them while the job runs, including the key of the run.
     """
-    options = [controller, "-np", str(job.size), "-H", hosts_option(job.hosts)]
+    options = ["--gloo", "-np", str(job.size), "-H", hosts_option(job.hosts)]
     if job.interfaces:
-        if controller == "--mpi":
-            _refuse_set_interfaces(job)
         options += ["--network-interfaces", ",".join(job.interfaces)]
     return [*options, *job.command]
-
-
-def _refuse_set_interfaces(job: Job) -> None:
-    mpirun = program("mpirun")
-    if job.networks_asked_for:
-        mca.refuse_exclusion(mca.RANKS, job.environ, mpirun)
-    elif setter := mca.where_set(mca.RANKS, job.environ, mpirun):
-        raise LaunchError(
-            f"{setter} sets Open MPI's interfaces, but horovodrun sets them, too: name them with "
-            "--interfaces instead, or use mpirun: remove --launcher"
-        )
 
 
 def refuse_ipv6(hosts: Sequence[Host], program: str) -> None:

@@ -35,10 +35,6 @@ _ANSWER = 30.0
 # Seconds until the names of new pods resolve.
 _NAMES = 30.0
 
-# What Open MPI 5.0.11 was seen to open in a process: its own files, and those for each rank there.
-_OPEN_FILES = 24
-_OPEN_FILES_OF_RANK = 4
-
 
 def choose_hosts(
     hosts: Sequence[Host],
@@ -84,7 +80,6 @@ def choose_hosts(
     hosts = placed(ready, size)
     facts = {host.name: facts[host.name] for host in hosts}
     _refuse_same(facts)
-    _refuse_few_open_files(hosts, facts)
     numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
@@ -215,18 +210,6 @@ def _refuse_same(facts: dict[str, Facts]) -> None:
             raise LaunchError(
                 f"{same} and {name} are the same host, {found.hostname}: name it once, with all "
                 "its slots"
-            )
-
-
-def _refuse_few_open_files(hosts: Sequence[Host], facts: Mapping[str, Facts]) -> None:
-    for host in hosts:
-        needed = _OPEN_FILES + _OPEN_FILES_OF_RANK * (host.slots or 0)
-        limit = facts[host.name].open_files
-        if limit is not None and limit < needed:
-            raise LaunchError(
-                f"{host.name} allows a process {limit} open files, but starting {host.slots} ranks "
-                f"there takes {needed}: raise the limit with `ulimit -n {needed * 4}`, or for all "
-                "logins in /etc/security/limits.conf"
             )
 
 

@@ -35,8 +35,7 @@ from hvkit.launching.supervision.rank_output import Style
 from hvkit.launching.supervision.supervised_run import SupervisedRun
 from hvkit.log import counted, logger
 
-# ``mpirun`` of any known MPI; ``horovodrun`` over MPI; ``horovodrun`` with Gloo, without MPI.
-LAUNCHERS = ("mpirun", "horovodrun", "gloo")
+LAUNCHERS = ("mpirun", "gloo")  # of any known MPI; ``horovodrun`` with Gloo, without MPI
 
 # All names of the option for the number of ranks.
 NUMBER_OF_RANKS = ("-np", "--np", "-n", "--num-proc")

@@ -11,7 +11,6 @@ greeting before them, with or without an end of line.
 import contextlib
 import json
 import os
-import resource
 import socket
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import hvkit
-from hvkit.host.hardware import soft_limit, usable_cpus
+from hvkit.host.hardware import usable_cpus
 from hvkit.host.network import Interface, interfaces
 from hvkit.launching.rank_command import RankCommand
 
@@ -43,7 +42,6 @@ class Facts:
     version: str  # of its hvkit
     cpus: int  # logical ones that this process may use; in a container at most its limit
     interfaces: tuple[Interface, ...]
-    open_files: int | None = None  # of a process; None for no limit
     problem: str | None = None  # why ranks cannot start there, with the fix
     status: int | None = None  # the exit status of the ranks' command, if that cannot start
 
@@ -58,7 +56,6 @@ class Facts:
             version=hvkit.__version__,
             cpus=usable_cpus(),
             interfaces=tuple(interfaces()),
-            open_files=soft_limit(resource.RLIMIT_NOFILE),
             problem=problem,
             status=status,
         )

