@@ -8,7 +8,8 @@ The functions of systems return a text, from these arguments:
 ``template``
     a file to fill in instead of hvkit's own template in ``templates/``.
 
-They raise ``ValueError`` for values that do not go together, or that the system does not take.
+They raise ``ValueError`` for values that do not go together, or with which ranks would not run.
+What a system refuses by itself, as soon as it gets the text, is left to it.
 """
 
 import json
@@ -35,12 +36,6 @@ _SET_BY_OPERATORS = (
 )
 _SET_BY_MPI_OPERATOR = ("K_MPI_JOB_ROLE", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES")
 
-# What the Trainer's resource definition allows of words, and of variables.
-_TRAINER_TAKES = 128
-
-# What SageMaker takes of words, and the length of each; and of a variable's value.
-_MOST_WORDS, _LONGEST_WORD, _LONGEST_VALUE = 100, 256, 512
-_INSTEAD = ": put it into a file that the script reads"
 _DAY = 24 * 3600
 
 # Azure puts a shell variable with the folder in the place of each of these.
@@ -70,14 +65,6 @@ def trainjob(values: Values, template: Path | None) -> str:
     # The JobSet below adds five letters to the name of a pod.
     pods = ("launcher-0-0-xxxxx", f"node-0-{values['hosts'] - 1}-xxxxx")
     values = _for_pods(values, pods, "the Kubeflow Trainer")
-    words, variables = ["run", *values["run"]], [*values["env"], *values["secret_env"]]
-    for what, given in (("command", words), ("--env", variables)):
-        if len(given) > _TRAINER_TAKES:
-            raise ValueError(
-                f"{what}: the Kubeflow Trainer takes at most {_TRAINER_TAKES} words of a command, "
-                f"each -x and its variable included, and {_TRAINER_TAKES} variables, got "
-                f"{len(given)}: put them into a file that the script reads"
-            )
     return rendered("trainjob.yaml.j2", values, template)
 
 
@@ -111,15 +98,8 @@ def sagemaker(values: Values, template: Path | None) -> str:
     The command writes a hostfile with their slots. On the first host ``hvkit run`` starts the
     ranks, on the others it waits. Hosts log in to each other with a key that is in the image.
     """
-    run, longest, spot = _run_words(values, values["env"]), values["time"] or _DAY, values["spot"]
-    _check_lengths(["run", "--hostfile", "/tmp/hosts", *run], values["env"])
-    if bool(values["subnet"]) != bool(values["security_group"]):
-        raise ValueError("--subnet and --security-group belong together: give both or neither")
-    if spot is not None and spot < longest:
-        raise ValueError(
-            f"--spot: SageMaker takes no wait ({spot} s) shorter than the job's time limit, --time "
-            f"({longest} s): raise --spot or lower --time"
-        )
+    run = _run_words(values, values["env"])
+    longest = values["time"] or _DAY
     return rendered("sagemaker.json.j2", {**values, "run": run, "time": longest}, template)
 
 
@@ -191,20 +171,6 @@ def _run_words(values: Values, variables: Iterable[str]) -> list[str]:
     """The arguments of ``hvkit run``; ``variables`` are the values of ``-x``."""
     passed = [word for variable in variables for word in ("-x", variable)]
     return ["-np", str(values["np"]), *passed, *values["run_options"], *values["command"]]
-
-
-def _check_lengths(words: list[str], variables: Mapping[str, str]) -> None:
-    for what, text, most, unit in (
-        ("the command, with the options of `hvkit run`,", words, _MOST_WORDS, "words"),
-        *((f"{word[:20]!r}...", word, _LONGEST_WORD, "characters") for word in words),
-        *((f"--env {n}: the value", v, _LONGEST_VALUE, "characters") for n, v in variables.items()),
-    ):
-        if len(text) > most:
-            raise ValueError(f"{what} has {len(text)} {unit}, SageMaker takes {most}{_INSTEAD}")
-    for word in words:
-        if "\n" in word:
-            several = f"{word[:20]!r}... has several lines, SageMaker takes one line in a word"
-            raise ValueError(several + _INSTEAD)
 
 
 def _quoted_for_azure(word: str, known: set[str]) -> str:
