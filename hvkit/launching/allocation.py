@@ -15,8 +15,8 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -354,25 +354,20 @@ def follow(first: Host) -> None:
 def _session(host: Host) -> str | None:
     """Stay logged in on a host until it ends; return why there was no login, else ``None``."""
     ssh, *words = ssh_command(host, _SESSION, 2 * _CONNECT)
-    logged_in = False
-    with tempfile.TemporaryFile("w+", errors="replace") as problems:
+    # Nothing comes from this end of its input, and an end only with this process.
+    here, there = socket.socketpair()
+    with here, there:
         try:
-            process = subprocess.Popen(
+            done = subprocess.run(
                 [ssh, *_ALIVE, *words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=problems,
+                stdin=there.fileno(),
+                capture_output=True,
                 text=True,
                 errors="replace",
+                check=False,
             )
         except OSError as error:
             return f"{ssh} cannot be started here ({error.strerror}): install openssh-client"
-        with process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                logged_in |= line.strip() == _HERE
-        problems.seek(0)
-        stderr = problems.read()
-    if logged_in:
+    if _HERE in map(str.strip, done.stdout.splitlines()):
         return None
-    return explain_ssh(host, process.returncode, stderr) or "its shell runs no commands"
+    return explain_ssh(host, done.returncode, done.stderr) or "its shell runs no commands"

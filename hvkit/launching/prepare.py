@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from hvkit.errors import UsageError
 from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
@@ -155,10 +153,7 @@ def prepared(
     for_this_host: dict[str, str] = {}
     if not job.on_this_host:
         # If all ranks are on this host, they inherit the whole environment.
-        names = (
-            *forwarded(environ, request.variables),
-            *(_SUPERVISION if supervised else ()),
-        )
+        names = (*forwarded(environ, request.variables), *(_SUPERVISION if supervised else ()))
         if least is None:
             _name_absent_hyperparameters(environ, names)
         for_this_host = {n: environ[n] for n in _GPU_LISTS - {*names} if n in environ}
@@ -211,12 +206,11 @@ def shown(run: SupervisedRun) -> str:
 
     Secrets are left out: ``NAME=...``.
     """
-    given = _given_environment()
-    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
+    removed = [f"-u {shlex.quote(name)}" for name in os.environ if name not in run.environ]
     added = [
         f"{name}={'...' if _is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
-        if given.get(name) != value
+        if os.environ.get(name) != value
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])
@@ -275,15 +269,6 @@ def _launcher_environment(
     return environ
 
 
-def _given_environment() -> dict[str, str]:
-    """The environment that this process was started with."""
-    environ = dict(os.environ)
-    # In the C locale Python sets this itself (PEP 538).
-    if "LC_CTYPE" not in psutil.Process().environ():
-        environ.pop("LC_CTYPE", None)
-    return environ
-
-
 def forwarded(environ: Mapping[str, str], chosen: Iterable[str] = ()) -> tuple[str, ...]:
     """Names of the environment variables that ranks on other hosts get, sorted.
 
@@ -314,13 +299,10 @@ def _sendable(
     environ: Mapping[str, str], names: Collection[str], launcher: Launcher, system: str | None
 ) -> dict[str, str]:
     """The launcher's environment, without secrets if all of it goes to other hosts."""
-    if launcher.sends_all:
-        kept: tuple[str, ...] = ()
-    elif system == SLURM:
-        # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
-        kept = _SLURM_PREFIXES
-    else:
+    # In Slurm, srun starts Open MPI's daemons and sends its whole environment.
+    if not launcher.sends_all and system != SLURM:
         return dict(environ)
+    kept = () if launcher.sends_all else _SLURM_PREFIXES
     return {
         name: value
         for name, value in environ.items()
