@@ -8,7 +8,7 @@ On a CPU each tensor is read once. A GPU takes few kernels for all tensors toget
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,9 +95,9 @@ def rows_of_gradients(gradients: Sequence[torch.Tensor]) -> list[Rows]:
 
 def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
     """Computed on the tensors' devices, and fetched together."""
-    on_device: dict[torch.device, list[int]] = {}
+    on_device: dict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
-        on_device.setdefault(tensor.device, []).append(i)
+        on_device[tensor.device].append(i)
     rows: list[Rows] = [np.empty(0, np.int64)] * len(tensors)
     for device, numbers in on_device.items():
         flats = (_flat(tensors[i]) for i in numbers)

@@ -1,9 +1,9 @@
 """Calls features around each update of PyTorch's optimizers, in one order; notices new parameters.
 
-Several features act around an update, each as a ``Feature`` at a place of ``Order``. The places
+Several features act around an update, each as a ``Feature`` at a position of ``Order``. They
 nest, the first is the outermost, in whatever order ``distribute`` adds the features::
 
-    place       before               gradients            after                      failed
+    position    before               gradients            after                      failed
     TIMELINE                                              marks the step
     RANKS       refuses, adds new    averages them        counts the step;
                 weights; begins a                         ends a round, or
@@ -15,8 +15,8 @@ nest, the first is the outermost, in whatever order ``distribute`` adds the feat
                 of layers            weights              updated
     RATE                                                  counts the step
 
-One update runs every ``before`` and then every ``gradients``, from the first place to the last.
-After the update, every ``after`` runs, from the last place to the first: those further in have
+One update runs every ``before`` and then every ``gradients``, from the first position to the last.
+After the update, every ``after`` runs, from the last to the first: those further in have
 undone their changes by then. If the update raises, ``failed`` runs in place of ``after``. If the
 ``after`` of one feature raises, ``failed`` runs for those further out.
 
@@ -29,7 +29,7 @@ After an update it is the other way round.
 
 An update may compute its gradients itself, in a closure, which sees the user's rate. Then
 ``gradients`` runs after each call of the closure instead, and after it ``loss``, from the last
-place to the first, on what the closure has returned.
+position to the first, on what the closure has returned.
 
 ``attach`` uses hooks of PyTorch's, which also run if a script compiles ``optimizer.step``, or has
 kept it from before the call of ``distribute``. PyTorch skips them after a step that raises, so
@@ -68,7 +68,7 @@ _uncompiled: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler
 
 
 class Order(enum.IntEnum):
-    """The places at which features act; the first is the outermost."""
+    """The positions at which features act; the first is the outermost."""
 
     TIMELINE = enum.auto()
     RANKS = enum.auto()
@@ -93,7 +93,7 @@ class Feature:
     outermost; but ``update_begins`` gets the innermost.
     """
 
-    place: Order
+    position: Order
     before: Callable[[Any, Closure | None], None] = _nothing
     gradients: Callable[[Any], None] = _nothing
     renewed: Callable[[], bool] = lambda: False
@@ -122,9 +122,11 @@ class UpdateHooks:
         self._features: list[Feature] = []  # from the outermost to the innermost
 
     def add(self, feature: Feature) -> None:
-        if any(each.place is feature.place for each in self._features):
-            raise ValueError(f"two features at {feature.place.name} around an optimizer's updates")
-        self._features = sorted([*self._features, feature], key=lambda each: each.place)
+        if any(each.position is feature.position for each in self._features):
+            raise ValueError(
+                f"two features at {feature.position.name} around an optimizer's updates"
+            )
+        self._features = sorted([*self._features, feature], key=lambda each: each.position)
 
     def begin(self, optimizer: Any, closure: Closure | None = None) -> Closure | None:
         """Before an update, which is only counted inside another; return a new closure."""

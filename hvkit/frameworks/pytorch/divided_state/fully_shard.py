@@ -46,7 +46,7 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.frameworks.pytorch.wire import Wire
 from hvkit.mesh import Mesh, MeshPosition
 from hvkit.runtime import all_ranks
-from hvkit.strategies.fully_shard import FullyShard
+from hvkit.strategies import FullyShard
 from hvkit.transport.traffic import count, of_allgather, of_allreduce, of_alltoall
 from hvkit.watch.calls import call, waiting_for_all_ranks
 
@@ -79,7 +79,7 @@ class DividedModels(ModelState):
     ) -> None:
         torch_distributed.require_gpus_of_their_own()
         torch_distributed.start()
-        models = list(map(plain, models))
+        models = [getattr(model, "_orig_mod", model) for model in models]  # of torch.compile
         self._name = name
         self._checks = Wire("checks")
         # The parts gathered since the last step, in order.
@@ -172,12 +172,6 @@ class DividedModels(ModelState):
         if self._statistics is not None:
             with call("optimizer.step()", key=self._name):
                 self._statistics.average(all_ranks(), f"{self._name}.statistics")
-
-
-def plain(model: Any) -> nn.Module:
-    """The module inside what ``torch.compile`` returns."""
-    plain: nn.Module = getattr(model, "_orig_mod", model)
-    return plain
 
 
 def _shard_parts(

@@ -77,8 +77,13 @@ class GradientHooks:
     def add(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Count the gradients of a parameter."""
         self._index_of[parameter] = index
-        self._hooks[index] = _register(parameter, self._hook(None))
         self._hooked[index] = None
+        # PyTorch takes the hook only while a gradient is required, and keeps it when that changes.
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        hook: Any = self._hook(None)
+        self._hooks[index] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trained)
 
     def follow(self, layout: Layout) -> None:
         """Count for the buckets of a layout."""
@@ -174,20 +179,6 @@ class GradientHooks:
             # One that is there twice makes a bucket look full.
             if are_dense(gradients):
                 self._reduction.send(bucket, gradients)
-
-
-def _register(parameter: torch.nn.Parameter, function: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``function`` when a gradient is final.
-
-    PyTorch takes the hook only while a parameter requires a gradient, and keeps it when that
-    changes.
-    """
-    frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
-    return handle
 
 
 class _LastBatch:

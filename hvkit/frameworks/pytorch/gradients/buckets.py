@@ -165,17 +165,18 @@ class Bucket:
 
     def kept(self) -> set[int]:
         """Indices of the members to whose gradients the script refers, too."""
-        gradients = self.gradients()
-        if set(map(type, gradients)) == {NoneType}:  # as zero_grad() leaves them
+        if set(map(type, self.gradients())) == {NoneType}:  # as zero_grad() leaves them
             return set()
-        there = [at for at, g in enumerate(gradients) if g is not None]
-        del gradients  # it would count as a holder
-        return {self.indices[at] for at in there if self._is_referenced(at)}
+        return {i for at, i in enumerate(self.indices) if self._is_referenced(at)}
 
     def _is_referenced(self, at: int) -> bool:
+        """Whether anything but a parameter refers to its gradient, or to the gradient's memory."""
         p = self._parameters[at]
-        is_view = p.grad is self._memory.given[at]
-        return self._memory.referenced_elsewhere(at) if is_view else is_referenced_elsewhere(p)
+        if p.grad is self._memory.given[at]:
+            return self._memory.referenced_elsewhere(at)
+        if p.grad is None or p.grad.is_sparse:  # sparse ones have no memory of one piece
+            return p.grad is not None
+        return any(map(gt, _references_to_gradient(p), _UNREFERENCED))
 
     @torch.no_grad()
     def pack(self, gradients: Sequence[torch.Tensor | None], prescale: float | None = None) -> None:
@@ -278,15 +279,6 @@ def _is_channels_last(parameter: torch.Tensor) -> bool:
         return False
     memory_format = _CHANNELS_LAST.get(parameter.dim(), torch.contiguous_format)
     return parameter.is_contiguous(memory_format=memory_format)
-
-
-def is_referenced_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether anything but the parameter refers to its gradient, or to the gradient's memory."""
-    gradient = parameter.grad
-    if gradient is None or gradient.is_sparse:  # sparse ones have no memory of one piece
-        return gradient is not None
-    del gradient
-    return any(map(gt, _references_to_gradient(parameter), _UNREFERENCED))
 
 
 def _references_to_gradient(parameter: torch.Tensor) -> tuple[int, int]:

@@ -25,6 +25,11 @@ from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
 
+_LEFT = (
+    "the gradients still hold NaN or infinite values of an earlier step: call zero_grad() in each "
+    "step"
+)
+
 # Of all models. If they are of several classes, messages name them.
 _all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 
@@ -106,15 +111,9 @@ class NonFinite:
         by_rank = collectives.gather("backward()", self._new, self._group)
         named = [[label(i).removeprefix("parameter ") for i in indices] for indices in by_rank]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
-        if any(by_rank):
-            self._text = (
-                f"step {of_run(step)}{of_model}: {describe_nonfinite(named, self._group.members)}"
-            )
-        elif not self._text:
-            self._text = (
-                f"step {of_run(step)}{of_model}: the gradients still hold NaN or infinite values "
-                "of an earlier step: call zero_grad() in each step"
-            )
+        what = describe_nonfinite(named, self._group.members)
+        if what or not self._text:
+            self._text = f"step {of_run(step)}{of_model}: {what or _LEFT}"
         if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), self._group.first)
         self._statistics.put_back()
