@@ -26,7 +26,6 @@ from hvkit.registry import JAX, framework_of, framework_of_all
 from hvkit.runtime import Group, all_ranks
 from hvkit.strategies import DiLoCo, LocalSGD, ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Strategy
-from hvkit.strategies.synchronous import SYNCHRONOUS
 from hvkit.sync.port import (
     BATCH_NORMS,
     NONFINITE_ACTIONS,
@@ -45,6 +44,7 @@ from hvkit.watch.calls import call_within, named
 
 # Strategies that work among some of the ranks.
 _IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
+_SYNCHRONOUS = Synchronous()
 
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
@@ -64,7 +64,7 @@ def distribute(
     warmup_steps: int = 0,
     warmup_epochs: float = 0,
     steps_per_epoch: int | None = None,
-    strategy: Strategy = SYNCHRONOUS,
+    strategy: Strategy = _SYNCHRONOUS,
     accumulate: int = 1,
     compression: CompressionName | Compression = "none",
     batch_norm: BatchNorm = "average",

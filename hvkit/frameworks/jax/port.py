@@ -39,8 +39,7 @@ from hvkit.frameworks.jax.arrays import (
 from hvkit.learning_rate import Multiplier
 from hvkit.log import logger
 from hvkit.mesh import Mesh
-from hvkit.strategies.fully_shard import FullyShard
-from hvkit.strategies.sharded_optimizer import ShardedOptimizer
+from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.port import Keeper, Options, Record
 

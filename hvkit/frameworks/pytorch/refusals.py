@@ -30,7 +30,7 @@ from hvkit.frameworks.pytorch.optimizers import (
     stepping_in,
 )
 from hvkit.main_rank import warn_once
-from hvkit.strategies.fully_shard import FullyShard
+from hvkit.strategies import FullyShard
 from hvkit.sync.port import warn_of_own_models
 
 # Class names, so that looking for them imports nothing, and what to do instead.
