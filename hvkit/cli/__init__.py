@@ -10,10 +10,9 @@
     ├── hosts               hvkit hosts             hvkit.launching.hosts_check and .hosts
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
-    ├── manifest            hvkit manifest ...      hvkit.manifest
-    └── command_line        hvkit completion        shtab
+    └── manifest            hvkit manifest ...      hvkit.manifest
     arguments               arguments and types that several of them have
-    command_line            also the parser's class: errors, examples, hvkit's equivalents of
+    command_line            the parser's class: errors, examples, hvkit's equivalents of
                             torchrun's, accelerate's and mpirun's options; standard output
 """
 
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from hvkit.cli import hosts, installation, manifest, run, saved_runs, top
-from hvkit.cli.command_line import CommandParser, add_completion, all_written
+from hvkit.cli.command_line import CommandParser, all_written
 from hvkit.errors import HvkitError
 
 
@@ -83,5 +82,4 @@ def parser() -> CommandParser:
         manifest.add_to,
     ):
         add(commands)
-    add_completion(commands, parser)
     return hvkit

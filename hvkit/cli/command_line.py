@@ -2,27 +2,21 @@
 
 The parser shows errors with the subcommand's usage, and examples. It knows options of torchrun,
 accelerate, deepspeed, horovodrun, mpirun and srun that people type, and says what to write instead
-(``FOREIGN``). ``hvkit completion`` reads it.
+(``FOREIGN``).
 """
 
 import argparse
 import contextlib
 import difflib
 import errno
-import functools
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
-
-from hvkit.errors import HvkitError
-
-SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -163,47 +157,6 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def add_completion(
-    commands: "argparse._SubParsersAction[CommandParser]", whole: Callable[[], CommandParser]
-) -> None:
-    """Add ``hvkit completion``."""
-    parser = commands.add_parser(
-        "completion",
-        help="print what a shell needs to complete hvkit's arguments",
-        description="Print a script with which a shell completes the commands and options of "
-        "hvkit. It needs shtab: `pip install shtab`.",
-        examples={
-            'eval "$(hvkit completion bash)"': "for this shell (in ~/.bashrc: for all)",
-            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "for every zsh",
-        },
-    )
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")
-    parser.set_defaults(execute=functools.partial(_completion, whole))
-
-
-def _completion(whole: Callable[[], CommandParser], args: argparse.Namespace) -> int:
-    try:
-        import shtab
-    except ModuleNotFoundError:
-        raise HvkitError(
-            "there is no shtab, which writes completions: `pip install shtab`"
-        ) from None
-    hvkit = whole()
-    for action in _actions(hvkit):
-        if action.type is Path or action.nargs == argparse.REMAINDER:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
-    print(shtab.complete(hvkit, args.shell))
-    return 0
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield from _actions(each)
-
-
 _RANKS = "-np N is the number of all ranks on all hosts"
 _HOSTS = "name hosts with their ranks: -H host1:4,host2:4, or --hostfile FILE"
 _ONCE = (
@@ -232,27 +185,21 @@ _OF_HOSTS = (
     *("--gpus-per-node", "--slots-per-host", "--map-by", "-map-by"),
 )
 
-# By option of horovodrun: the variable that it sets, which Horovod reads.
-_HOROVOD = {
-    "--fusion-threshold-mb": "HOROVOD_FUSION_THRESHOLD (in bytes)",
-    "--cycle-time-ms": "HOROVOD_CYCLE_TIME",
-    "--cache-capacity": "HOROVOD_CACHE_CAPACITY",
-    "--hierarchical-allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE=1",
-    "--hierarchical-allgather": "HOROVOD_HIERARCHICAL_ALLGATHER=1",
-    "--torus-allreduce": "HOROVOD_TORUS_ALLREDUCE=1",
-    "--autotune": "HOROVOD_AUTOTUNE=1",
-    "--autotune-log-file": "HOROVOD_AUTOTUNE_LOG",
-    "--autotune-warmup-samples": "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-    "--autotune-steps-per-sample": "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-    "--autotune-bayes-opt-max-samples": "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-    "--autotune-gaussian-process-noise": "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-    "--timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES=1",
-    "--num-nccl-streams": "HOROVOD_NUM_NCCL_STREAMS",
-    "--thread-affinity": "HOROVOD_THREAD_AFFINITY",
-    "--gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
-    "--mpi-threads-disable": "HOROVOD_MPI_THREADS_DISABLE=1",
-    "--log-level": "HOROVOD_LOG_LEVEL",
-    "--log-without-timestamp": "HOROVOD_LOG_HIDE_TIME=1",
+# Options of horovodrun that set a variable, which Horovod reads.
+_OF_HOROVOD = (
+    *("--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--torus-allreduce"),
+    *("--hierarchical-allreduce", "--hierarchical-allgather", "--autotune", "--autotune-log-file"),
+    *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--timeline-mark-cycles"),
+    *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise", "--log-level"),
+    *("--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"),
+    *("--mpi-threads-disable", "--log-without-timestamp"),
+)
+# The variables that are not just the option in capitals.
+_VARIABLES = {
+    "--fusion-threshold-mb": "FUSION_THRESHOLD (in bytes)",
+    "--cycle-time-ms": "CYCLE_TIME",
+    "--autotune-log-file": "AUTOTUNE_LOG",
+    "--log-without-timestamp": "LOG_HIDE_TIME",
 }
 
 # By advice: the options.
@@ -325,11 +272,12 @@ def _by_option(options: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {re.sub(r"(?<=\w)-", "_", option): advice for option, advice in found.items()} | found
 
 
-_VARIABLES = {
-    f"set the environment variable {variable}, which ranks inherit": (option,)
-    for option, variable in _HOROVOD.items()
-}
-FOREIGN = _by_option({**_OPTIONS, **_VARIABLES})
+def _variable_for(option: str) -> str:
+    variable = _VARIABLES.get(option, option[2:].upper().replace("-", "_"))
+    return f"set the environment variable HOROVOD_{variable}, which ranks inherit"
+
+
+FOREIGN = _by_option({**_OPTIONS, **{_variable_for(each): (each,) for each in _OF_HOROVOD}})
 """By option, what to write after ``hvkit run`` instead."""
 
 FOREIGN_IN_MANIFESTS = _by_option({_RANKS: _OF_RANKS, _SLOTS: _OF_HOSTS})

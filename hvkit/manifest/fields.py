@@ -194,26 +194,11 @@ sagemaker_name = _matching(
     "[a-zA-Z0-9](?:-*[a-zA-Z0-9]){0,62}",
     "1 to 63 letters, digits and `-`, with a letter or digit at both ends",
 )
-role = _matching(
-    r"arn:aws[a-z-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@/-]+",
-    "a role such as arn:aws:iam::123456789012:role/training",
-)
-amazon_id = _matching("[a-zA-Z0-9-]{1,32}", "an ID such as subnet-0123456789abcdef0")
-kms_key = _matching(
-    "[a-zA-Z0-9:/_-]{1,2048}", "the ID, ARN or alias/NAME of a key in Amazon's key service (KMS)"
-)
-instance_type = _matching(
-    r"ml\.[a-z0-9-]+\.[a-z0-9-]+", "a type of instance such as ml.p4d.24xlarge"
-)
 
 azure_folder = _matching(
     f"{_FOLDER}=(.+)",
     "NAME=PLACE, such as train=azureml://datastores/workspaceblobstore/paths/mnist",
     re.Match.groups,
-)
-azure_name = _matching(
-    "[a-zA-Z0-9][a-zA-Z0-9_-]{0,254}",
-    "1 to 255 letters, digits, `_` and `-`, with a letter or digit first",
 )
 azure_identity = _matching(
     "(user)|managed|([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})",

@@ -17,10 +17,8 @@ import re
 import shlex
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +75,7 @@ def slurm(values: Values, template: Path | None) -> str:
     """
     programs = str(Path(sys.executable).parent)
     run = _run_words(values, map("=".join, values["env"].items()))
-    script = rendered("slurm.sh.j2", {**values, "programs": programs, "run": run}, template)
-    # Slurm stops reading at the first command.
-    head = takewhile(lambda line: not line or line.startswith("#"), script.split("\n"))
-    set_there = Counter(line.removeprefix("#SBATCH ") for line in head if line.startswith("#SB"))
-    in_script = {re.split("[= ]", line)[0]: line for line in set_there - Counter(values["sbatch"])}
-    for option in values["sbatch"]:
-        if (name := re.split("[= ]", option)[0]) in in_script:
-            raise ValueError(
-                f"--sbatch {option}: the script already has {in_script[name]}, from hvkit's own "
-                "options or the template: change those instead"
-            )
-    return script
+    return rendered("slurm.sh.j2", {**values, "programs": programs, "run": run}, template)
 
 
 def sagemaker(values: Values, template: Path | None) -> str:

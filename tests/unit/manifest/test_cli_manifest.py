@@ -60,7 +60,6 @@ BAD_NUMBER = "must be a positive integer, got"
         (f"{SLURM} --lost-after soon python", "from 2 to 86400, got 'soon'"),
         (f"{SLURM} --log-dir '\udcff' python", "must be text in UTF-8"),
         (f"{SLURM} --sbatch=qos=high python", "argument --sbatch: must be one option on one line"),
-        (f"{SLURM} --sbatch=--nodes=9 python", "--sbatch --nodes=9: the script already has --node"),
         (f"{SLURM} --cpus 0.5 python", f"argument --cpus: {BAD_NUMBER} '0.5'"),
         (f"{SLURM} --memory 16Gi python", "argument --memory: must be a whole number and"),
         (f"{SLURM} --time 30 python", "argument --time: must be HH:MM:SS"),

@@ -67,12 +67,6 @@ def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end(s
     assert {"no-kill", "signal=B:TERM@60"} <= {*options(script("--max-restarts 3"))}
 
 
-def test_options_that_the_script_has_already_are_refused(script, refusal):
-    message = refusal(f"slurm -np 8 --slots 4 --gpus 1 --sbatch='--gres x:1' {COMMAND}")
-    assert "--sbatch --gres x:1: the script already has --gres=gpu:4" in message
-    assert "gres=x:1" in options(script("--sbatch=--gres=x:1"))
-
-
 def executed(script, folder):
     """The arguments that ``hvkit`` gets when bash runs the script."""
     fake = folder / "hvkit"

@@ -180,13 +180,6 @@ def test_a_cluster_fills_in_its_changed_copy_of_a_template(documents, refusal, t
     assert f"--template {own}: must be a template in UTF-8: [Errno 2]" in refusal(line)
 
 
-def test_options_in_a_clusters_own_template_are_not_set_with_sbatch(refusal, tmp_path):
-    own = tmp_path / "own.j2"
-    own.write_text("#!/bin/sh\n\n#SBATCH --qos=low\ntrue\n#SBATCH --exclusive\n")
-    line = f"slurm -np 8 --slots 4 --template {own} --sbatch=--exclusive --sbatch=--qos=high a.py"
-    assert "--sbatch --qos=high: the script already has --qos=low, from" in refusal(line)
-
-
 def test_without_jinja_manifests_name_the_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert cli.main(["manifest", "slurm", "-np", "2", "--slots", "2", "a.py"]) == 1
