@@ -17,10 +17,8 @@ from hvkit.cli.command_line import FOREIGN, CommandParser
 from hvkit.errors import UsageError
 from hvkit.launching.allocation import SAGEMAKER, are_of_a_job, leave_to_first
 from hvkit.launching.prepare import LAUNCHERS, Request, prepared, shown
-from hvkit.launching.rank_command import with_python
 from hvkit.launching.start import start
 from hvkit.launching.supervision.rank_output import Style
-from hvkit.log import logger
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -104,12 +102,13 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    command = command_of(args, may_be_option=True)
+    command = command_of(args, may_be_option=False)
     try:
         request = request_of(args, command)
     except UsageError as error:
         args.refuse(str(error))
-    request = replace(request, command=with_python(command, _standard_input))
+    if command[0].endswith(".py"):
+        request = replace(request, command=(sys.executable, *command))
     if args.dry_run:
         print(shown(prepared(request, supervised=False)))
         return 0
@@ -130,14 +129,6 @@ def request_of(args: argparse.Namespace, command: Sequence[str]) -> Request:
     found["variables"] = dict(args.variables)
     found["style"] = Style(args.prefix, args.timestamps, args.log_dir, args.show)
     return Request(**found).checked()
-
-
-def _standard_input() -> str:
-    if not sys.stdin:
-        return ""
-    if sys.stdin.isatty():
-        logger.info("reads the script from the terminal: Ctrl-D on a line of its own ends it")
-    return sys.stdin.read()
 
 
 def _variable(text: str) -> tuple[str, str | None]:

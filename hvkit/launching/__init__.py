@@ -3,7 +3,6 @@
 ``hvkit run``, from Enter to its last line::
 
     cli                         parses the arguments into a request, and finds the hosts:
-    ├── rank_command            puts this Python before a script; whether a host can start it
     ├── hosts                   -H, a file of hosts, host names and addresses
     └── allocation              the batch system's hosts: Slurm, PBS, LSF, SageMaker, Kubernetes;
                                 in SageMaker, all hosts but the first wait for its end
@@ -11,7 +10,8 @@
     ├── prepare                 from the request to a command line, and the variables for ranks:
     │   ├── launchers           finds mpirun or horovodrun
     │   ├── preflight           chooses the hosts with ranks, checks each, finds their networks
-    │   │   ├── probe           prints a host's facts (python -m hvkit.launching.probe on each)
+    │   │   ├── probe           on each host (python -m hvkit.launching.probe): its facts, and
+    │   │   │                   whether it can start the command
     │   │   └── ssh             runs a command on all hosts, over ssh or Slurm's srun
     │   └── launchers           makes the command line, with an agent before each rank's command
     └── supervision/            runs that command line to its end and reports the first failure

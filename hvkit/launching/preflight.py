@@ -25,8 +25,7 @@ from hvkit.host.network import (
 from hvkit.launching.allocation import HOSTFILE
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
-from hvkit.launching.probe import Facts
-from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.probe import Facts, RankCommand
 from hvkit.launching.ssh import last_line, remote_shell, run_on_hosts
 from hvkit.log import counted
 

@@ -21,7 +21,7 @@ from hvkit.host.run_reports import RUN_NAME
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job, Launcher, find_launcher, refuse_ipv6, refuse_users
 from hvkit.launching.preflight import choose_hosts
-from hvkit.launching.rank_command import RankCommand
+from hvkit.launching.probe import RankCommand
 from hvkit.launching.ssh import SLURM
 from hvkit.launching.supervision.protocol import (
     KEY_VARIABLE,

@@ -302,12 +302,6 @@ def test_ranks_have_no_standard_input(hosts):
     assert run(hosts, *HOSTS, "cat", input="to nobody\n").stdout == ""
 
 
-def test_all_ranks_run_the_script_on_standard_input(hosts):
-    script = "import socket\nprint(socket.gethostname())\n"
-    printed = run(hosts, *HOSTS, "-", input=script).stdout
-    assert sorted(printed.split()) == ["node1", "node2", "node2", "node3"]
-
-
 @MORE
 def test_a_pipe_that_closes_ends_the_run(hosts, tmp_path):
     words = [*HVKIT, "-np", "2", "-H", "node1:1,node2:1", "sh", "-c", "while :; do echo y; done"]

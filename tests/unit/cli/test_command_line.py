@@ -1,6 +1,5 @@
 """What all subcommands of ``hvkit`` have in common."""
 
-import io
 import os
 import pwd
 import re
@@ -141,13 +140,11 @@ def test_a_number_of_ranks_that_is_too_many_is_for_hosts_that_are_named(started,
     assert started[0].np == 500
 
 
-def test_a_script_from_the_terminal_is_announced(started, monkeypatch, capsys):
-    terminal = io.StringIO("print(1)")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    assert main(["run", "-np", "2", "-"]) == 0
-    assert started[0].command == (sys.executable, "-c", "print(1)")
-    assert "hvkit: reads the script from the terminal: Ctrl-D on a line" in capsys.readouterr().err
+@pytest.mark.parametrize("word", ["train.py", "./train.py", "python", "train.sh"])
+def test_a_script_of_python_runs_with_this_python(started, word):
+    assert main(["run", "-np", "2", word, "--lr", "1"]) == 0
+    python = [sys.executable] if word.endswith(".py") else []
+    assert started[0].command == (*python, word, "--lr", "1")
 
 
 def test_versions_and_help(capsys):

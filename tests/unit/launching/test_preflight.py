@@ -10,8 +10,7 @@ from hvkit.launching import preflight
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
 from hvkit.launching.preflight import choose_hosts, placed
-from hvkit.launching.probe import Facts
-from hvkit.launching.rank_command import NOT_FOUND, RankCommand
+from hvkit.launching.probe import NOT_FOUND, Facts, RankCommand
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1, user="ann"))
 MISSING = {"problem": "cannot run x.py: there is no such file in /data", "status": NOT_FOUND}
