@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,17 +23,13 @@ from hvkit.host.system import cache_dir
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 ARCHIVE = f"horovod-{VERSION}.tar.gz"
 
-_MIB = 1024**2
-_NEEDED_TO_BUILD = 1024 * _MIB
-_NEEDED_TO_KEEP = 256 * _MIB
 # The largest translation units include all of TensorFlow's or PyTorch's headers.
-_BYTES_PER_JOB = 2048 * _MIB
+_BYTES_PER_JOB = 2 * 1024**3
 
 
 def build(toolchain: Toolchain, key: Key, jobs: int) -> Path:
     """Build the wheel, ``jobs`` files at once, and return its path in the cache."""
     with tempfile.TemporaryDirectory(prefix="hvkit-build-") as folder:
-        _require_space(Path(folder))
         if toolchain.cuda:
             fetch_toolkit(toolchain.cuda)
         root = unpack(fetch_source(), Path(folder))
@@ -135,19 +130,3 @@ def _new_log(key: Key) -> Path:
     folder = cache_dir() / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"horovod-{key.digest}-{time.strftime('%Y%m%d-%H%M%S')}.log"
-
-
-def _require_space(scratch: Path) -> None:
-    cache = cache_dir()
-    cache.mkdir(parents=True, exist_ok=True)
-    for folder, variable, needed in (
-        (scratch, "TMPDIR", _NEEDED_TO_BUILD),
-        (cache, "HVKIT_CACHE_DIR", _NEEDED_TO_KEEP),
-    ):
-        free = shutil.disk_usage(folder).free
-        if free < needed:
-            raise BuildError(
-                f"not enough disk: {folder} has {free / _MIB:.0f} MiB free, the build needs "
-                f"{needed / _MIB:.0f} MiB. Free some, or set {variable} to a folder on another "
-                "disk"
-            )

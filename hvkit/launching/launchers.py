@@ -18,11 +18,12 @@ from hvkit.launching.hosts import Host, hosts_option
 # Seconds for a program to print its version, from a file system that may be slow.
 _ANSWER = 30.0
 
-# How the launchers (--version) and libraries (MPI_Get_library_version) of each MPI name it.
+# How the launchers (--version), compiler wrappers (-v, --showme:version) and libraries
+# (MPI_Get_library_version) of each MPI name it.
 _FLAVOURS = (
     ("Open MPI", r"\(?(?:Open MPI|OpenRTE|PRRTE)\)? v?(\d\S*?)(?=[,\s]|$)"),
     ("Intel MPI", r"Intel\(R\) MPI Library\D*?(?:, Version)? (\d[\d.]*)"),
-    ("MPICH", r"(?:HYDRA build details:\s+Version|MPICH Version):\s+(\S+)"),
+    ("MPICH", r"(?:HYDRA build details:\s+Version:|MPICH [Vv]ersion:?)\s+(\S+)"),
 )
 
 
@@ -74,7 +75,7 @@ class MpiVersion:
 
 
 def identify(text: str) -> MpiVersion | None:
-    """The MPI whose launcher or library printed ``text`` as its version; ``None`` if unknown."""
+    """The MPI whose program or library printed ``text`` as its version; ``None`` if unknown."""
     for flavour, pattern in _FLAVOURS:
         if match := re.search(pattern, text):
             return MpiVersion(flavour, match[1])
