@@ -345,7 +345,7 @@ def _join_shards(files: list[Path], path: Path) -> None:
             whole: torch.Tensor = torch.from_file(file, shared=True, size=length, dtype=dtype)
             return whole.view(shape)
 
-        state: Any = SavedState(files).plain(new, alias=True)
+        state: Any = SavedState(files).plain(new)
         if path.suffix == ".npz":
             write_arrays(path, state)
         else:

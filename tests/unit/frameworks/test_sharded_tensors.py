@@ -38,14 +38,9 @@ CUTS = [
 
 @pytest.mark.parametrize("written", CUTS, ids=str)
 def test_any_cut_is_read_by_any_other(written):
-    saved = None
+    saved = SavedTensor(WHOLE.shape, [])
     for own, blocks in parts(*written):
-        found = described(own, WHOLE.shape, blocks)
-        piece = SavedTensor(found["shape"], found["pieces"])
-        if saved is None:
-            saved = piece
-        else:
-            saved.add(piece)
+        saved.pieces += described(own, WHOLE.shape, blocks)["pieces"]
     assert torch.equal(saved.full(), WHOLE)
     for read in CUTS:
         for expected, blocks in parts(*read):
@@ -57,7 +52,7 @@ def test_any_cut_is_read_by_any_other(written):
 def test_a_missing_piece_is_an_error():
     (first, blocks), _ = parts(Placement(0, 3), 2, 1)
     found = described(first, WHOLE.shape, blocks)
-    saved = SavedTensor(found["shape"], found["pieces"])
+    saved = SavedTensor(WHOLE.shape, found["pieces"])
     with pytest.raises(HvkitError, match="hold 144 of the 288 elements"):
         saved.full()
 
@@ -73,4 +68,4 @@ def test_a_file_holds_the_part_alone(tmp_path):
 def test_numbers_and_empty_tensors_have_pieces_too():
     for t in (torch.tensor(3.5), torch.empty(0, 4), torch.empty(2, 0)):
         found = described(t, t.shape, blocks_of(t.shape))
-        assert torch.equal(SavedTensor(found["shape"], found["pieces"]).full(), t)
+        assert torch.equal(SavedTensor(t.shape, found["pieces"]).full(), t)

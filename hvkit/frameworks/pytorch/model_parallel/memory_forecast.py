@@ -15,9 +15,8 @@ import math
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +35,6 @@ from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.gpipe import megabytes
 
-# Elements along each dimension of a parameter in a trial of an optimizer.
-_LENGTH = 4
 # Arguments of PyTorch's optimizers that choose an implementation.
 _KERNELS = ("fused", "foreach", "capturable")
 
@@ -50,8 +47,7 @@ class ParameterBytes(NamedTuple):
     state: int
 
 
-@dataclass(frozen=True)
-class RankForecast:
+class RankForecast(NamedTuple):
     """The bytes that a rank needs in a training step, and the numbers of its stages."""
 
     stages: tuple[int, ...]
@@ -63,17 +59,12 @@ class RankForecast:
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.state + self.activations + self.outputs
+        return sum(self[1:])
 
     def described(self, optimizer: str) -> str:
-        parts = {
-            "gradients": self.gradients,
-            optimizer: self.state,
-            "activations": self.activations,
-            "outputs": self.outputs,
-        }
+        names = ("gradients", optimizer, "activations", "outputs")
         terms = [f"{megabytes(self.weights)} MB weights"]
-        terms += [f"{megabytes(nbytes)} {name}" for name, nbytes in parts.items() if nbytes]
+        terms += [f"{megabytes(n)} {name}" for name, n in zip(names, self[2:], strict=True) if n]
         return f"{' + '.join(terms)} = {in_words(self.total)}"
 
 
@@ -188,11 +179,8 @@ def _outputs(
 
 def _largest(sizes: Sequence[int], count: int, each: int) -> int:
     """The largest sum of ``count`` numbers, each taken ``each`` times; then again the largest."""
-    total = 0
-    for size in sorted(sizes, reverse=True):
-        taken = min(count, each)
-        total, count = total + taken * size, count - taken
-    return total + count * max(sizes)
+    further = max(0, count - each * len(sizes))
+    return sum(sorted([*sizes] * each, reverse=True)[:count]) + further * max(sizes)
 
 
 def parameter_bytes(
@@ -210,8 +198,8 @@ def parameter_bytes(
     found = {}
     for name, p in model.named_parameters():
         size = math.prod(shapes[p]) * p.element_size()
-        trained = p.requires_grad
-        found[name] = ParameterBytes(size, size * trained, state.get(p, 0) * trained)
+        of_training = (size, state.get(p, 0)) if p.requires_grad else (0, 0)
+        found[name] = ParameterBytes(size, *of_training)
     return found
 
 
@@ -220,39 +208,25 @@ def state_bytes(
 ) -> dict[torch.Tensor, int]:
     """The bytes of an optimizer's state of each parameter after a step.
 
-    A copy of it steps on parameters on the meta device; if it reads values, on small ones.
+    A copy of it steps on the meta device. If it reads values, its state is taken to be Adam's: two
+    numbers for each weight.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
-    full = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
-    small = [[torch.zeros([_LENGTH] * p.dim(), dtype=p.dtype) for p in ps] for ps in groups]
-    # Two numbers for each weight, as Adam keeps, if no copy can step.
-    tried, found = small, [[2 * bytes_of([t]) for t in ts] for ts in small]
-    for values in (full, small):
-        with suppress(Exception):  # of any type: the optimizer may be of any library
-            tried, found = values, _after_a_step(optimizer, values)
-            break
-    return {
-        p: n * math.prod(shapes[p]) // max(t.numel(), 1)
-        for ps, ns, ts in zip(groups, found, tried, strict=True)
-        for p, n, t in zip(ps, ns, ts, strict=True)
-    }
-
-
-def _after_a_step(optimizer: Optimizer, values: list[list[torch.Tensor]]) -> list[list[int]]:
-    """The bytes of the state of a copy that updates these values, by group and parameter."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        twin = copied(optimizer, values, values)
-        for group in twin.param_groups:
-            # These implementations keep the same state, but need values, or a GPU.
-            group.update({key: False for key in _KERNELS if key in group})
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p)
-        twin.step()
-    state: Mapping[Any, Any] = twin.state
-    return [
-        [bytes_of(tensors_in(dict(state.get(p, {})))) for p in group["params"]]
-        for group in twin.param_groups
-    ]
+    values = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            twin = copied(optimizer, values, values)
+            for group in twin.param_groups:
+                # These implementations keep the same state, but need values, or a GPU.
+                group.update({key: False for key in _KERNELS if key in group})
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            twin.step()
+        stepped = [p for group in twin.param_groups for p in group["params"]]
+        found = [bytes_of(tensors_in(dict(twin.state.get(p, {})))) for p in stepped]
+    except Exception:  # of any type: the optimizer may be of any library
+        found = [2 * bytes_of([t]) for ts in values for t in ts]
+    return dict(zip(chain(*groups), found, strict=True))
 
 
 def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:

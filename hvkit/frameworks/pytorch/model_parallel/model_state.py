@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.divided_state.sharded import (
     PartOfState,
@@ -151,7 +152,8 @@ class ModelState:
             for name in names if self._collects else ():
                 source, value = self._holder[name], None
                 if source == self._rank:
-                    value = self._full_on_host(name, values.get(name))
+                    full = functools.partial(self._full_on_host, name)
+                    value = tree_map_only(torch.Tensor, full, values.get(name))
                 if not self._sends:
                     continue
                 if source != self._rank == 0:
@@ -165,15 +167,11 @@ class ModelState:
                     found[name] = value
         return found
 
-    def _full_on_host(self, name: str, value: Any) -> Any:
+    def _full_on_host(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
         """A full tensor of a parameter, or of its state, in host memory; a collective."""
-        if isinstance(value, Mapping):
-            return {key: self._full_on_host(name, each) for key, each in value.items()}
-        if isinstance(value, torch.Tensor):
-            own = value.detach()
-            full = self.slicing(name).gather(own, "objects") if value.dim() else own
-            return full.cpu() if self._sends else None
-        return value
+        own = own.detach()
+        full = self.slicing(name).gather(own, "objects") if own.dim() else own
+        return full.cpu() if self._sends else None
 
     def _put_full(
         self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
@@ -181,11 +179,10 @@ class ModelState:
         """After ``state_dict`` of the module at this path: put full tensors into it."""
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         names = {name: self._names[p] for name, p in parameters}
-        buffers = {name: path + name for name, _ in module.named_buffers(recurse=False)}
-        names |= {name: full for name, full in buffers.items() if full in self._holder}
+        names |= {name: path + name for name, _ in module.named_buffers(recurse=False)}
         for name, full_name in names.items():
-            if prefix + name not in state:  # a buffer that is not saved
-                continue
+            if prefix + name not in state or full_name not in self._holder:
+                continue  # a buffer that is not saved, or not of the first call
             if full_name in self._full:
                 state[prefix + name] = self._full[full_name]
             elif self._holder[full_name] != self._rank or self.slicing(full_name):
@@ -303,15 +300,6 @@ class FullModel:
 
     def divided(self, state: ModelState) -> None:
         self._state = state
-        tensors = [*self._model.named_parameters(), *self._model.named_buffers()]
-        names = {id(t): name for name, t in tensors}
-        self._slots = [
-            (module, slots, key, names[id(t)])
-            for module in self._model.modules()
-            for slots in ("_parameters", "_buffers")
-            for key, t in vars(module)[slots].items()
-            if t is not None
-        ]
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -322,32 +310,30 @@ class FullModel:
             self._settled = False
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        run = cast(Any, type(self._model)).generate
-        if self._settled and self._state is not None:
-            with self._plain_model(self._state.full_everywhere()):
-                return run(self._model, *args, **kwargs)
-        return run(self._model, *args, **kwargs)
+        in_mesh = self._state if self._settled else None
+        with self._plain_model(in_mesh.full_everywhere()) if in_mesh else nullcontext():
+            return cast(Any, type(self._model)).generate(self._model, *args, **kwargs)
 
     @contextmanager
     def _plain_model(self, full: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Put back the model's classes, forwards and hooks, with full tensors, for a while."""
         before = [(m, type(m), dict(vars(m))) for m in self._model.modules()]
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        replaced = {id(t): full[name] for name, t in named if name in full}
         try:
             for module, plain_class, forward in self._plain:
                 attributes = vars(module)
                 module.__class__ = plain_class
                 attributes.pop("forward", None)
                 attributes.update({} if forward is None else {"forward": forward})
-                for name in ("_parameters", "_buffers"):
-                    attributes[name] = dict(attributes[name])
+                for slots in ("_parameters", "_buffers"):
+                    own = attributes[slots].items()
+                    attributes[slots] = {key: replaced.get(id(t), t) for key, t in own}
                 for name in HOOKS:
                     hooks = attributes[name]
                     attributes[name] = type(hooks)(
                         (key, hook) for key, hook in hooks.items() if not _is_of_mesh(hook)
                     )
-            for module, slots, key, name in self._slots:
-                vars(module)[slots][key] = full[name]
-            for module in self._model.modules():
                 if isinstance(module, nn.RNNBase):
                     module._init_flat_weights()
             yield
@@ -369,11 +355,9 @@ class _OptimizerSlices(PartOfState):
         self._model = model
 
     def take_slices(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        parameters = self._parameters()
+        own = {i: p for i, p in enumerate(self._parameters()) if not p.is_meta}
         slices = {
-            i: values
-            if not isinstance(i, int) or i >= len(parameters) or parameters[i].is_meta
-            else self._model.state_slices(parameters[i], values)
+            i: self._model.state_slices(own[i], values) if i in own else values
             for i, values in state["state"].items()
         }
         return {**state, "state": slices}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
@@ -75,43 +75,30 @@ def blocks_of(
     ]
 
 
-def _in_memory(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
+@dataclass
 class SavedTensor:
     """A tensor in a sharded checkpoint: blocks of the full one, each with its offset."""
 
-    def __init__(
-        self, shape: Sequence[int], pieces: Iterable[tuple[Sequence[int], torch.Tensor]]
-    ) -> None:
-        self.shape = torch.Size(shape)
-        self.pieces = list(pieces)
+    shape: torch.Size
+    pieces: list[tuple[Sequence[int], torch.Tensor]]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.pieces[0][1].dtype  # a rank that has none of the rows writes no piece
 
-    def add(self, other: SavedTensor) -> None:
-        """Take over the pieces that another rank has written."""
-        self.pieces += other.pieces
-
-    def full(self, new: New = _in_memory, *, alias: bool = False) -> torch.Tensor:
-        """The full tensor; with ``alias`` perhaps in the memory of the file, which must stay."""
-        if alias and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
+    def full(self, new: New | None = None) -> torch.Tensor:
+        """The full tensor; with ``new`` perhaps in the memory of the file, which must stay."""
+        if new and len(self.pieces) == 1 and self.pieces[0][1].shape == self.shape:
             return self.pieces[0][1]
-        target = new(self.shape, self.dtype)
+        target = new(self.shape, self.dtype) if new else torch.empty(self.shape, dtype=self.dtype)
         self.fill(target, blocks_of(self.shape))
         return target
 
     def fill(self, own: torch.Tensor, blocks: Sequence[Block]) -> None:
         """Copy these blocks into a rank's part of the tensor, which they must fill."""
         filled = 0
-        for block in blocks:
-            for start, piece in self.pieces:
-                shared = _shared(block, tuple(start), tuple(piece.shape))
-                if shared is None:
-                    continue
+        for block, (start, piece) in itertools.product(blocks, self.pieces):
+            if shared := _shared(block, start, piece.shape):
                 at, of_piece = shared
                 own[at].copy_(piece[of_piece])
                 filled += piece[of_piece].numel()
@@ -123,7 +110,7 @@ class SavedTensor:
 
 
 def _shared(
-    block: Block, start: tuple[int, ...], size: tuple[int, ...]
+    block: Block, start: Sequence[int], size: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """The intersection of a block and a piece: in the rank's part, and in the piece."""
     own, of_piece = [], []
@@ -175,10 +162,10 @@ class SavedState:
             for name, value in content["state"].items():
                 self.values[name] = _merged(self.values.get(name), value)
 
-    def plain(self, new: New = _in_memory, *, alias: bool = False) -> Any:
+    def plain(self, new: New | None = None) -> Any:
         """A state dict, or a strategy's arrays, as one process would have saved them."""
         plan, names = self.plan, self.plan["names"]
-        joined = functools.partial(SavedTensor.full, new=new, alias=alias)
+        joined = functools.partial(SavedTensor.full, new=new)
         if plan["kind"] == "model":
             full = {name: joined(self.values[name]) for name in dict.fromkeys(names.values())}
             plan["state"].update({key: full[name] for key, name in names.items()})
@@ -203,13 +190,11 @@ def with_tensors_of(value: Any, tensor: Callable[[SavedTensor], torch.Tensor]) -
 def _merged(known: Any, value: Mapping[str, Any]) -> Any:
     """A value with the pieces that another rank has written of it."""
     if _PIECES in value:
-        found = SavedTensor(value[_SHAPE], value[_PIECES])
-        if known is None:
-            return found
-        known.add(found)
+        known = known or SavedTensor(torch.Size(value[_SHAPE]), [])
+        known.pieces.extend(value[_PIECES])
         return known
     if _VALUES in value:
-        known = {} if known is None else known
+        known = known or {}
         return known | {key: _merged(known.get(key), v) for key, v in value[_VALUES].items()}
     return value[_PLAIN]
 

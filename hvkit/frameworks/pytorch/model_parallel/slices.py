@@ -7,7 +7,8 @@ full gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_map_only
 
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import Block, blocks_of
@@ -53,10 +55,25 @@ class Slicing:
     def __bool__(self) -> bool:
         return self.placement is not None or self.shards is not None
 
+    @property
+    def _index(self) -> int:
+        return self.tensor.get_local_rank() if self.tensor else 0
+
+    @property
+    def _ways(self) -> int:
+        return self.tensor.size() if self.tensor else 1
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        first, *more = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
+        ranks = () if more or first.ndim > 1 else dist.get_process_group_ranks(first.get_group())
+        name = f"{what} of a divided parameter"
+        with as_plain(), call(name), translated(), waiting(tuple(ranks)):
+            yield
+
     def full(self, own: torch.Tensor) -> torch.Tensor:
         """The full tensor, whose gradient is the same on all ranks; a collective."""
-        name = "the full tensor of a divided parameter"
-        with as_plain(), call(name), translated(), waiting(self._ranks()):
+        with self._waiting("the full tensor"):
             return _exchange(own, self, True)
 
     def gather(self, own: torch.Tensor, purpose: str) -> torch.Tensor:
@@ -66,8 +83,8 @@ class Slicing:
             own = own.full_tensor()
         if self.tensor is None or self.placement is None:
             return own
-        slices = [own.new_empty(own.shape) for _ in range(self.tensor.size())]
-        count(purpose, of_allgather(own.nbytes, self.tensor.size()))
+        slices = [own.new_empty(own.shape) for _ in range(self._ways)]
+        count(purpose, of_allgather(own.nbytes, self._ways))
         dist.all_gather(slices, own.contiguous(), group=self.tensor.get_group())
         return whole_of(slices, self.placement)
 
@@ -84,24 +101,20 @@ class Slicing:
 
     def state_slices(self, state: Mapping[str, Any], p: torch.Tensor) -> dict[str, Any]:
         """The state of a parameter, with this rank's slices of full tensors in it."""
-        return {
-            key: self.slice_like(value, p)
-            if isinstance(value, torch.Tensor) and value.dim()
-            else value
-            for key, value in state.items()
-        }
+        sliced: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda t: self.slice_like(t, p) if t.dim() else t, dict(state)
+        )
+        return sliced
 
     def tensor_slice(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's slice along the tensor axis alone; ``full`` may have more dimensions."""
-        if self.tensor is None or self.placement is None or not full.dim():
+        if self.placement is None or not full.dim():
             return full
-        return part_of(full, self.placement, self.tensor.get_local_rank(), self.tensor.size())
+        return part_of(full, self.placement, self._index, self._ways)
 
     def blocks(self, shape: Sequence[int], p: torch.Tensor) -> list[Block]:
         """The blocks of the full tensor in this rank's slice; the shard axis divides the shape."""
-        tensor = self.tensor
-        axis = (tensor.get_local_rank(), tensor.size()) if tensor else (0, 1)
-        return blocks_of(shape, _rows_of(p), self.placement, *axis)
+        return blocks_of(shape, _rows_of(p), self.placement, self._index, self._ways)
 
     def everywhere(self, t: torch.Tensor) -> Any:
         """A replicated ``DTensor`` of a tensor that all ranks hold."""
@@ -111,16 +124,15 @@ class Slicing:
 
     def total(self, sum_of_own: torch.Tensor) -> torch.Tensor:
         """The sum of all elements, from that of this rank's slice; a collective."""
-        name = "the sum of a divided parameter"
-        with as_plain(), call(name), translated(), waiting(self._ranks()):
+        with self._waiting("the sum"):
             assert self.tensor is not None
             return all_reduce(sum_of_own, self.tensor)
 
     def shape(self, own: torch.Tensor) -> torch.Size:
         """The shape of the full tensor."""
         shape = list(own.shape)
-        if self.placement is not None and self.tensor is not None:
-            shape[self.placement.dim] *= self.tensor.size()
+        if self.placement is not None:
+            shape[self.placement.dim] *= self._ways
         return torch.Size(shape)
 
     def operand(self, t: torch.Tensor, own: torch.Tensor) -> torch.Tensor | None:
@@ -132,12 +144,12 @@ class Slicing:
             return t
         if t.dim() > own.dim():
             return None
-        if self.placement is not None and self.tensor is not None:
+        if self.placement is not None:
             dim = self.placement.dim - own.dim() + t.dim()
             length = own.shape[self.placement.dim]
-            if dim >= 0 and t.shape[dim] == length * self.tensor.size():
+            if dim >= 0 and t.shape[dim] == length * self._ways:
                 along = Placement(dim, self.placement.parts)
-                t = part_of(t, along, self.tensor.get_local_rank(), self.tensor.size())
+                t = part_of(t, along, self._index, self._ways)
             elif dim >= 0 and t.shape[dim] not in (1, length):
                 return None
         return t if self.shards is None else self.everywhere(t)
@@ -146,12 +158,6 @@ class Slicing:
         """Whether it gives this rank the same elements of tensors of one shape."""
         shards, others = (each.shards and tuple(each.shards[1]) for each in (self, other))
         return self.placement == other.placement and shards == others
-
-    def _ranks(self) -> tuple[int, ...]:
-        meshes = [each for each in (self.tensor, self.shards and self.shards[0]) if each]
-        if len(meshes) != 1 or meshes[0].ndim != 1:
-            return ()
-        return tuple(dist.get_process_group_ranks(meshes[0].get_group()))
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,12 +1,11 @@
 """Divided parameters that behave like the full tensor in a script's own lines.
 
 A script's lines look into a model: ``p.grad -= p.grad.mean(1, keepdim=True)``, ``p.norm()`` in a
-loss, a sorted row for a log, a hook on a gradient. Outside of the model's forward and of the
-optimizers' update, slices of parameters and of gradients are of classes with a
-``__torch_function__``. An operation on each element returns a slice, computed from this rank's
-slice. Before any other operation the ranks gather the full tensor, and all compute with it: a
-collective. If the operation writes into the full tensor, or later into a view of it, the result
-goes back into the slice.
+loss, a sorted row for a log. Outside of the model's forward and of the optimizers' update, slices
+of parameters and of gradients are of classes with a ``__torch_function__``. An operation on each
+element returns a slice, computed from this rank's slice. Before any other operation the ranks
+gather the full tensor, and all compute with it: a collective. If the operation writes into the full
+tensor, or later into a view of it, the result goes back into the slice.
 
 During a forward and an update the same objects are of PyTorch's own classes, as fast as without
 hvkit. Code of hvkit, and of PyTorch's ``fully_shard``, always gets slices.
@@ -14,7 +13,6 @@ hvkit. Code of hvkit, and of PyTorch's ``fully_shard``, always gets slices.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -398,28 +396,10 @@ def note_change() -> None:
 def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
     """Register a hook on a gradient; ``gradients.script_hooks`` handles hooks on parameters."""
     slicing = slicing_of(t)
-    if slicing is not None and slicing.gathered:
+    if slicing is not None and (slicing.gathered or not t.is_leaf):
         raise ValueError(
-            f"{register.__name__}() on a parameter that a shard axis and another one divide must "
-            "come before the forward pass: or change p.grad after backward()"
+            f"{register.__name__}() on what is computed from a divided parameter would see a part "
+            "of the gradient: register the hook on the parameter, before the forward pass, or "
+            "change p.grad after backward()"
         )
-    if slicing is not None and not t.is_leaf:
-        hook = _on_full(hook, slicing)
     return _raw(register, (t, hook), {})
-
-
-def _on_full(hook: Callable[..., Any], slicing: Slicing) -> Callable[..., Any]:
-    """A hook on the gradient of a slice that the script has computed, called with the full one."""
-
-    @functools.wraps(hook)
-    def with_full(gradient: torch.Tensor) -> torch.Tensor | None:
-        found = hook(show(gradient.view_as(gradient), slicing))
-        if found is None:
-            return None
-        with as_plain():
-            if slicing_of(found) is None and found.shape == slicing.shape(gradient):
-                return slicing.slice_of(found)
-            # A tensor of PyTorch's own class.
-            return found.view_as(found)  # type: ignore[no-any-return]
-
-    return with_full
