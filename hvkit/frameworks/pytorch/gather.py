@@ -33,16 +33,16 @@ def gather(
     tensor: torch.Tensor,
     shapes: Sequence[tuple[int, ...]],
     group: Group | None = None,
-    share: float | None = None,
+    rows_for_each: float | None = None,
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order; a collective, as is its backward pass.
 
-    ``shapes`` are of all ranks' tensors. ``share`` is how many rows all ranks have for each of this
-    rank, whose gradients then count as often as it has rows; None if all ranks count alike.
+    ``shapes`` are of all ranks' tensors. ``rows_for_each`` is how many rows all ranks have for each
+    of this rank, whose gradients then count as often as it has rows; None for equal weights.
     """
     apply: Any = _Gather.apply
     group = group or all_ranks()
-    weight = group.size / (share or math.inf) if share is not None else 1.0
+    weight = group.size / (rows_for_each or math.inf) if rows_for_each is not None else 1.0
     name = f"hvkit.allgather.{_next_serial(group)}"
     return list(apply(tensor, list(shapes), name, group, weight))
 

@@ -51,15 +51,15 @@ def gather_rows(
     name: str,
     wait: GraphWait,
     wire: Wire,
-    share: Callable[[tf.Tensor], tf.Tensor | None] = lambda gathered: None,
+    rows_for_each: Callable[[tf.Tensor], tf.Tensor | None] = lambda gathered: None,
 ) -> tf.Tensor:
     """All ranks' rows below each other, in rank order; a collective, as is its backward pass.
 
     The gradient sums over the ranks' losses, because the gradients of the weights are averaged
     later. Horovod's own gradient of an allgather would divide by the number of ranks.
 
-    ``share`` returns, from the result, how many rows of the batch all ranks have for each of this
-    rank, whose loss and gradients are then weighted by its rows; None for equal weights.
+    ``rows_for_each`` returns, from the result, how many rows of the batch all ranks have for each
+    of this rank, whose loss and gradients are then weighted by its rows; None for equal weights.
     """
     start = sum(counts[: wire.rank])
 
@@ -74,7 +74,7 @@ def gather_rows(
         # Horovod has no bfloat16.
         gathered = tf.cast(wait.around(widened(tensor), concatenate), tensor.dtype)
         weight = None
-        if (found := share(gathered)) is not None:
+        if (found := rows_for_each(gathered)) is not None:
             weight = tf.math.divide_no_nan(tf.cast(wire.size, found.dtype), found)
 
         def gradient(upstream: Any) -> tf.Tensor:
@@ -97,21 +97,20 @@ def needs_gradients(tensor: tf.Tensor) -> bool:
 
 
 def gather(
-    tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]], *, share: tf.Tensor | None = None
+    tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]], *, rows_for_each: tf.Tensor | None = None
 ) -> list[tf.Tensor]:
     """The tensors of all ranks, of one dtype, in eager code."""
     sizes = [math.prod(shape) for shape in shapes]
     name = f"hvkit.allgather.{next(_serial) % _NAMES}"
-    gathered = gather_rows(
-        tf.reshape(tensor, [-1]), sizes, name, _wait(_ALLGATHER), Wire("objects"), lambda _: share
-    )
+    flat, wait = tf.reshape(tensor, [-1]), _wait(_ALLGATHER)
+    gathered = gather_rows(flat, sizes, name, wait, Wire("objects"), lambda _: rows_for_each)
     pieces = zip(tf.split(gathered, sizes), shapes, strict=True)
     return [tf.reshape(piece, shape) for piece, shape in pieces]
 
 
 @not_converted
 def gather_in_graph(
-    tensor: tf.Tensor, share: Callable[[], tf.Tensor | None] = lambda: None
+    tensor: tf.Tensor, rows_for_each: Callable[[], tf.Tensor | None] = lambda: None
 ) -> list[tf.Tensor]:
     """The tensors of all ranks, while TensorFlow traces a graph; first dimensions may differ."""
     refuse_xla("hvkit.allgather")
@@ -122,7 +121,7 @@ def gather_in_graph(
             f"{dtype.name}: gather numbers, such as the indices of strings, or call it outside of "
             "tf.function"
         )
-    found = share() if dtype.is_floating else None
+    found = rows_for_each() if dtype.is_floating else None
     wire, name = Wire("objects"), name_in_graph("hvkit.allgather")
     rows = tf.cast(tensor, tf.int32) if dtype == tf.bool else tensor
     rows = rows if shape.rank else tf.reshape(rows, [1])
