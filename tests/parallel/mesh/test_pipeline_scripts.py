@@ -80,6 +80,13 @@ def test_batches_of_other_sizes(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_an_empty_batch_has_an_empty_result(schedule):
+    model, _ = distributed(SMALL(), schedule=schedule)
+    for rows in (4, 0, 0):
+        assert model(tokens(1)[0][0][:rows]).shape == (rows, 16, 64)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 def test_evaluation_first_and_between(schedule):
     evaluated = []
 

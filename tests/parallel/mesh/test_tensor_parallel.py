@@ -59,9 +59,9 @@ def test_weights_are_those_of_one_process(make, batch, share):
     reference = make()
     batches = [batch() for _ in range(4)]
     model, plan, placements = divided(reference, batches[0])
-    assert plan.share == pytest.approx(share, abs=0.005)
+    assert plan.fraction == pytest.approx(share, abs=0.005)
     sizes = [sum(p.numel() for p in each.parameters()) for each in (model, reference)]
-    rest = 1 - plan.share + plan.share / hvkit.size()
+    rest = 1 - plan.fraction + plan.fraction / hvkit.size()
     assert sizes[0] / sizes[1] == pytest.approx(rest, abs=0.005)
     losses, weights = trained_apart(model, placements, reference, batches)
     assert losses < 1e-13
@@ -273,7 +273,7 @@ def test_multihead_attention(case, mask):
             padding = torch.zeros(3, length).masked_fill(padding, float("-inf"))
         call = {**call, "attn_mask": added, "key_padding_mask": padding}
     model, plan, placements = divided(reference, q, k, v, **call)
-    assert plan.share > 0.9
+    assert plan.fraction > 0.9
 
     def compute(attention):
         return torch.cat([t.flatten() for t in attention(q, k, v, **call) if t is not None])

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers, with_vocabularies_of
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import in_both_modes, plan_layers
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 X, IMAGES = torch.ones(2, 20), torch.ones(2, 1, 16, 16)
@@ -80,7 +80,7 @@ def test_a_gpt_with_one_product_for_queries_keys_and_values():
     rows, logits = LayerDivision("row", 1, True, True), LayerDivision("column", by_itself=True)
     assert plan.divisions == of_blocks | {"wte": rows, "lm_head": logits}
     assert plan.whole == {"wpe": "its 16 rows are fewer than its 32 features"}
-    assert plan.share == pytest.approx(0.97, abs=0.005)
+    assert plan.fraction == pytest.approx(0.97, abs=0.005)
     assert "10 of 11 linear layers and embeddings divided, 97% of all weights" in str(plan)
     (stream,) = plan.sequence_regions
     assert set(stream.begins) == {n for n, d in plan.divisions.items() if d.style == "row"}
@@ -212,7 +212,8 @@ def test_regions_that_only_one_mode_divides_stay_whole():
     model = BetweenBlocks(lambda block, x: block(x) if model.training else _zeroed(block(x)))
     plan, other = (plan_of(model.train(mode), IDS) for mode in (True, False))
     assert (len(plan.sequence_regions), len(other.sequence_regions)) == (1, 0)
-    assert with_vocabularies_of(model, plan, other).sequence_regions == ()
+    both, different = in_both_modes(model, plan, other)
+    assert (both.sequence_regions, different) == ((), set())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ APART = "takes the divided dimension apart"
 def test_operations_that_leave_a_layer_whole(between, width, why):
     plan = plan_around(between, width=width)
     assert not plan.divisions
-    assert plan.share == 0
+    assert plan.fraction == 0
     assert why in plan.whole["first"]
 
 

@@ -33,9 +33,8 @@ from hvkit.frameworks.pytorch.model_parallel.rank_groups import hash_of
 from hvkit.frameworks.pytorch.model_parallel.side_outputs import OutputPath
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
     TensorPlan,
+    in_both_modes,
     plan_layers,
-    with_layers_of,
-    with_vocabularies_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import samples_in
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
@@ -214,13 +213,7 @@ def _tensor_plan(model: nn.Module, options: MeshOptions, first: MicroBatch) -> T
             return plan
         with _other_mode(model):
             other = find()
-        plan, other = (
-            with_vocabularies_of(model, plan, other),
-            with_vocabularies_of(model, other, plan),
-        )
-        plan, other = with_layers_of(model, plan, other), with_layers_of(model, other, plan)
-        names = plan.divisions.keys() | other.divisions.keys()
-        different = {n for n in names if plan.divisions.get(n) != other.divisions.get(n)}
+        plan, different = in_both_modes(model, plan, other)
         if not different:
             return plan
         if options.plan is not None or different <= left:

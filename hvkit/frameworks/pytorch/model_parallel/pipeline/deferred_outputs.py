@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import MicroBatch, joined
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
     autocast_as,
     autocast_state,
@@ -129,6 +129,30 @@ class DeferredBatch:
 
         return evaluate
 
+    @torch.no_grad()
+    def means_or_sums(
+        self, found: Sequence[Sequence[torch.Tensor]], outputs: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[list[bool | None], bool]:
+        """Whether each single number is a sum over samples (True), a mean (False), or neither.
+
+        ``found`` has them by micro-batch, ``outputs`` what they are computed from. A zero may be
+        both: an integer then counts as a sum, a float as a mean, as do NaN and infinity. Also
+        returns whether all are finite.
+        """
+        sizes = [batch.samples for batch in self.batches]
+        joint, _ = joined(outputs, sizes, side_outputs=len(outputs[0]))
+        whole = [float(value) for value in map(self.evaluator(joint, None), self.singles)]
+        sums: list[bool | None] = []
+        for column, value in zip(zip(*found, strict=True), whole, strict=True):
+            stacked = torch.stack([t.double() for t in column])
+            near = _TOLERANCE * max(abs(value), float(stacked.abs().max()), 1e-30)
+            by_mean = abs(float(stacked.mean()) - value) <= near
+            by_sum = abs(float(stacked.sum()) - value) <= near
+            both = by_mean and by_sum and not column[0].is_floating_point()
+            by_mean |= not math.isfinite(value)
+            sums.append(True if both else False if by_mean else True if by_sum else None)
+        return sums, all(map(math.isfinite, whole))
+
     def value_of(self, t: Deferred) -> torch.Tensor:
         """The value of a tensor; an error if it was not kept."""
         if self.values is not None:
@@ -159,12 +183,24 @@ class DeferredBatch:
             for node in self.nodes:  # before the script changes a result in place
                 self._evaluate(node)
 
-    def backward(self, root: Recorded) -> None:
+    def backward(
+        self,
+        root: Deferred,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if create_graph or inputs is not None:
+            raise ValueError(
+                "backward() of a pipeline with a schedule of PyTorch's takes neither "
+                'create_graph=True nor inputs=: use schedule="GPipe"'
+            )
         if self.values is not None:
             raise RuntimeError(
                 "backward() a second time through a pipeline: add the losses, and call it once"
             )
-        self.pipeline.run_backward(self, root)
+        self.pipeline.run_backward(self, (root if gradient is None else root * gradient).node)
 
 
 class Deferred(torch.Tensor):
@@ -193,7 +229,7 @@ class Deferred(torch.Tensor):
         first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, Deferred))
         batch, name = first.batch, getattr(func, "__name__", "")
         if func is torch.Tensor.backward and batch._evaluate is None:
-            return _backward(batch, *args, **kwargs)
+            return batch.backward(*args, **kwargs)
         if getattr(func, "__self__", None) is torch.Tensor.requires_grad:
             return first.node.meta.is_floating_point()
         if name in _WITHOUT_VALUE:
@@ -210,22 +246,6 @@ class Deferred(torch.Tensor):
 
 def _value_of(t: torch.Tensor) -> torch.Tensor:
     return t.batch.value_of(t) if isinstance(t, Deferred) else t
-
-
-def _backward(
-    batch: DeferredBatch,
-    root: Deferred,
-    gradient: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    if create_graph or inputs is not None:
-        raise ValueError(
-            "backward() of a pipeline with a schedule of PyTorch's takes neither create_graph=True "
-            'nor inputs=: use schedule="GPipe"'
-        )
-    batch.backward((root if gradient is None else root * gradient).node)
 
 
 def _record(batch: DeferredBatch, device: torch.device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -261,23 +281,3 @@ def _record(batch: DeferredBatch, device: torch.device, func: Any, args: Any, kw
 
 def _meta_of(t: torch.Tensor) -> torch.Tensor:
     return t.node.meta.clone() if isinstance(t, Deferred) else t.to("meta")
-
-
-def means_or_sums(
-    found: Sequence[Sequence[torch.Tensor]], whole: Sequence[torch.Tensor]
-) -> list[bool | None]:
-    """Whether each number is a sum over samples (True), a mean (False), or neither (None).
-
-    ``found`` has them by micro-batch. A zero may be both: an integer then counts as a sum, a float
-    as a mean, as do NaN and infinity.
-    """
-    sums: list[bool | None] = []
-    for column, value in zip(zip(*found, strict=True), whole, strict=True):
-        stacked = torch.stack([t.double() for t in column])
-        near = _TOLERANCE * max(float(value.abs()), float(stacked.abs().max()), 1e-30)
-        by_mean = abs(float(stacked.mean()) - float(value)) <= near
-        by_sum = abs(float(stacked.sum()) - float(value)) <= near
-        both = by_mean and by_sum and not column[0].is_floating_point()
-        by_mean |= not math.isfinite(value)
-        sums.append(True if both else False if by_mean else True if by_sum else None)
-    return sums

@@ -59,7 +59,7 @@ class Divider:
         """
         flat, spec = tree_flatten((args, kwargs))
         samples = samples_in(args, kwargs)
-        count = min(count, samples)
+        count = max(min(count, samples), 1)  # also of an empty batch
         if even:
             count = next(m for m in range(count, 0, -1) if samples % m == 0)
         sizes, call = sizes_of(samples, count), str(spec)
@@ -96,62 +96,54 @@ def ignored_unevenly(
     return False
 
 
-def rows_in(
-    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], side_outputs: int = 0
-) -> list[int]:
-    """By output tensor, how many rows of it each sample has; 0 for numbers without samples.
-
-    The last ``side_outputs`` tensors may have any shape.
-    """
-    columns = list(zip(*outputs, strict=True))
-    returned = len(columns) - side_outputs
-    return [_rows_of(column, sizes, side_output=i >= returned) for i, column in enumerate(columns)]
-
-
-def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, side_output: bool) -> int:
-    rows = column[0].shape[0] // sizes[0] if column[0].dim() else 0
-    if len(sizes) == 1:  # it is the whole
-        return rows
-    if rows and all(t.shape[0] == rows * n for t, n in zip(column, sizes, strict=True)):
-        return rows
-    if any(t.shape != column[0].shape for t in column) and side_output:
-        raise ValueError(
-            f"the model keeps tensors of shapes {[tuple(t.shape) for t in column]} for "
-            f"micro-batches of {list(sizes)} samples, without the batch as their first dimension: "
-            "keep them with it, or pass microbatches=1"
-        )
-    if column[0].dim() and not side_output:
-        raise ValueError(
-            f"the model returns a tensor of shape {tuple(column[0].shape)} for {sizes[0]} samples: "
-            "in a pipeline every output must have the batch as its first dimension, "
-            "or be a single number"
-        )
-    if not column[0].is_floating_point() and not side_output:
-        raise ValueError(
-            "the model returns a single integer, such as a count, of which micro-batches give "
-            "several: return a tensor with an entry for each sample"
-        )
-    return 0
-
-
 def joined(
-    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], rows: Sequence[int]
-) -> list[torch.Tensor]:
-    """The output tensors of a whole batch from those of its micro-batches.
+    outputs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int], side_outputs: int = 0
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The output tensors of a whole batch from those of its micro-batches, of these sizes.
 
     Tensors with rows for each sample are concatenated. Other floats are means over samples, such as
-    a loss, and integers are counts.
+    a loss, and integers are counts. The last ``side_outputs`` tensors may have any shape. Also
+    returns, by tensor, how many rows of it each sample has; 0 for numbers without samples.
     """
-    total = sum(sizes)
+    columns = list(zip(*outputs, strict=True))
+    returned, total = len(columns) - side_outputs, sum(sizes)
+    rows = [_rows_of(column, sizes, side_output=i >= returned) for i, column in enumerate(columns)]
     found = []
-    for column, each in zip(zip(*outputs, strict=True), rows, strict=True):
+    for column, each in zip(columns, rows, strict=True):
         parts = [t.detach() for t in column]
         if len(parts) > 1 and not each:
             if parts[0].is_floating_point():
                 parts = [t * (n / total) for t, n in zip(parts, sizes, strict=True)]
             parts = [torch.stack(parts).sum(0).to(parts[0].dtype)]
         found.append(torch.cat(parts) if len(parts) > 1 else parts[0])
-    return found
+    return found, rows
+
+
+def _rows_of(column: Sequence[torch.Tensor], sizes: Sequence[int], *, side_output: bool) -> int:
+    first = column[0]
+    rows = first.shape[0] // max(sizes[0], 1) if first.dim() else 0
+    if len(sizes) == 1:  # it is the whole
+        return rows
+    if rows and all(t.shape[0] == rows * n for t, n in zip(column, sizes, strict=True)):
+        return rows
+    if side_output and any(t.shape != first.shape for t in column):
+        raise ValueError(
+            f"the model keeps tensors of shapes {[tuple(t.shape) for t in column]} for "
+            f"micro-batches of {list(sizes)} samples, without the batch as their first dimension: "
+            "keep them with it, or pass microbatches=1"
+        )
+    if first.dim() and not side_output:
+        raise ValueError(
+            f"the model returns a tensor of shape {tuple(first.shape)} for {sizes[0]} samples: "
+            "in a pipeline every output must have the batch as its first dimension, "
+            "or be a single number"
+        )
+    if not first.is_floating_point() and not side_output:
+        raise ValueError(
+            "the model returns a single integer, such as a count, of which micro-batches give "
+            "several: return a tensor with an entry for each sample"
+        )
+    return 0
 
 
 def gradients_of_parts(
@@ -227,9 +219,7 @@ class ResultComparison:
             once, again = (tensors_in(each.result[0]) for each in whole)
             side_outputs = pipeline.staged.side_outputs_in(whole[0].result[0])
             returned = len(once) - side_outputs
-            found_parts = [tensors_in(each) for each in parts.result]
-            rows = rows_in(found_parts, parts.sizes, side_outputs)
-            mean = joined(found_parts, parts.sizes, rows)
+            mean, _ = joined(list(map(tensors_in, parts.result)), parts.sizes, side_outputs)
             expected, self._expected = self._expected or once, None
             few_bits = pipeline.has_few_bits or torch.is_autocast_enabled(device_type)
             found = [

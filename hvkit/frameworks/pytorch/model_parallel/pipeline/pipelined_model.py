@@ -23,7 +23,6 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
     ResultComparison,
     gradients_of_parts,
     joined,
-    rows_in,
 )
 from hvkit.frameworks.pytorch.model_parallel.pipeline.staged_forward import StagedForward
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
@@ -238,9 +237,8 @@ class Pipeline:
         source, key = self.stages.rank_of[self.last], tuple(done.keys)
         whole: list[torch.Tensor] = []
         if self.channel.rank == source:
-            parts = [tensors_in(each) for each in done.result]
-            done.rows = rows_in(parts, done.sizes, self.staged.side_outputs_in(done.result[0]))
-            whole = joined(parts, done.sizes, done.rows)
+            side_outputs = self.staged.side_outputs_in(done.result[0])
+            whole, done.rows = joined(list(map(tensors_in, done.result)), done.sizes, side_outputs)
         known = self._results.get(key)
         if known is None or self.staged.has_side_outputs or holds_values(known[0]):
             known = None

@@ -12,7 +12,7 @@ import bisect
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -240,14 +240,24 @@ def _traced(
     meta, names = on_meta(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     trace = ForwardTrace(model, buffers, flops, side_outputs)
-    saved = _Saved(trace, meta.values())
+    parameters, saved = set(map(storage_of, meta.values())), list[SavedActivation]()
+    alive: list[Any] = []  # storages, so that no other one gets the same number
+
+    def save(t: torch.Tensor) -> torch.Tensor:
+        """Note what autograd saves for backward; parameters are in memory anyway."""
+        storage, number = t.untyped_storage(), storage_of(t)
+        if t.is_meta and number not in parameters:
+            saved.append(SavedActivation(trace.time, number, storage.nbytes()))
+            alive.append(storage)
+        return t
+
     args, kwargs = copied_call(args, kwargs)
     trace.note_arguments((args, kwargs))
     side_outputs.begin()
     modes = [
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(saved.note, _unchanged),
-        _fused_attention(saved, device),
+        torch.autograd.graph.saved_tensors_hooks(save, _unchanged),
+        _fused_attention(save, device),
         trace.calls_followed(),
         OnMeta(device, trace.note_value_read, value),
         trace,
@@ -263,7 +273,7 @@ def _traced(
             uses={names[p]: tuple(times) for p, times in trace.uses.items() if p in names},
             calls=trace.begun,
             writes=trace.writes,
-            saved=tuple(saved.found),
+            saved=tuple(saved),
             flops=flops.get_total_flops(),
             nbytes=bytes_of(tensors_in(out)),
             side_outputs=tuple(
@@ -276,30 +286,14 @@ def _traced(
     return trace, found
 
 
-class _Saved:
-    """Notes what autograd saves for backward, without parameters: they are in memory anyway."""
-
-    def __init__(self, trace: ForwardTrace, parameters: Iterable[nn.Parameter]) -> None:
-        self._trace = trace
-        self._parameters = set(map(storage_of, parameters))
-        self.found: list[SavedActivation] = []
-        # Keeps storages alive, so that no other one gets the same number.
-        self._alive: list[Any] = []
-
-    def note(self, t: torch.Tensor) -> torch.Tensor:
-        storage, number = t.untyped_storage(), storage_of(t)
-        if t.is_meta and number not in self._parameters:
-            self.found.append(SavedActivation(self._trace.time, number, storage.nbytes()))
-            self._alive.append(storage)
-        return t
-
-
 def _unchanged(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
 @contextmanager
-def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
+def _fused_attention(
+    save: Callable[[torch.Tensor], object], device: torch.device
+) -> Iterator[None]:
     """Lets attention save what the kernels of a device save: on meta, PyTorch takes its slow path.
 
     The slow path saves the products of all queries and keys. The next operation saves the result
@@ -318,7 +312,7 @@ def _fused_attention(saved: _Saved, device: torch.device) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
             out = cast(torch.Tensor, original(*args, **kwargs))
         for name in names[:3] if out.requires_grad else ():
-            saved.note(named[name])
+            save(named[name])
         return out
 
     module.scaled_dot_product_attention = attention

@@ -25,13 +25,8 @@ from torch.nn import functional as F
 from hvkit.frameworks.pytorch.model_parallel.pipeline.deferred_outputs import (
     DeferredBatch,
     Recorded,
-    means_or_sums,
 )
-from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import (
-    ignored_unevenly,
-    joined,
-    rows_in,
-)
+from hvkit.frameworks.pytorch.model_parallel.pipeline.microbatches import ignored_unevenly
 from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
     Pipeline,
     autocast_as,
@@ -192,15 +187,7 @@ class ScheduledPipeline:
         pipeline, source = self._pipeline, self._pipeline.stages.rank_of[self._pipeline.last]
         sums = self._sums.get(operations)
         if sums is None:
-            checked = None
-            if found:
-                with torch.no_grad():
-                    sizes = [batch.samples for batch in run.batches]
-                    rows = rows_in(outputs, sizes, len(outputs[0]))
-                    evaluate = run.evaluator(joined(outputs, sizes, rows), None)
-                    whole = [evaluate(node).detach() for node in run.singles]
-                finite = all(bool(torch.isfinite(value)) for value in whole)
-                checked = means_or_sums(found, whole), finite
+            checked = run.means_or_sums(found, outputs) if found else None
             sums, finite = pipeline.channel.object_from_rank(source, checked)
             if sums[run.singles.index(root)] is not False:
                 raise ValueError(

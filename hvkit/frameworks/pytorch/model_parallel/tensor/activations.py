@@ -27,13 +27,22 @@ from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as 
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import is_cache
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, version_of
 
-_active = threading.local()
 _ON_PARTS = {
     *rules.ELEMENTWISE,
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
 _DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
+
+
+class _OfThread(threading.local):
+    """The running forward, and the last activation with what ``for_all`` has returned for it."""
+
+    current: DividedActivations | None = None
+    last: tuple[torch.Tensor, tuple[bool, int], torch.Tensor] | None = None
+
+
+_of_thread = _OfThread()
 
 
 class DividedActivations(rules.EachOperation):
@@ -47,12 +56,12 @@ class DividedActivations(rules.EachOperation):
     @staticmethod
     def active() -> bool:
         """Whether this thread is inside the forward of a divided model."""
-        return bool(getattr(_active, "depth", 0))
+        return _of_thread.current is not None
 
     @classmethod
     def computing_again(cls, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function of the forward divide activations also when backward recomputes it."""
-        current: DividedActivations | None = getattr(_active, "current", None)
+        current = _of_thread.current
         if current is None:
             return function
 
@@ -64,16 +73,12 @@ class DividedActivations(rules.EachOperation):
         return run
 
     def __enter__(self) -> DividedActivations:
-        _active.current = self
-        _active.depth = getattr(_active, "depth", 0) + 1
+        _of_thread.current = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _active.depth -= 1
-        _active.last = None
-        if not _active.depth:
-            _active.current = None
+        _of_thread.current = _of_thread.last = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def operation(self, call: rules.Operation) -> Any:
@@ -244,17 +249,16 @@ def for_all(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     the same tensor: one sum of gradients serves them all.
     """
     state = torch.is_grad_enabled(), version_of(x)
-    # The last activation, and the tensor that was returned for it.
-    last, last_state, copy = getattr(_active, "last", None) or (None, state, x)
-    if last is x and last_state == state:
-        return copy
+    last = _of_thread.last
+    if last is not None and last[0] is x and last[1] == state:
+        return last[2]
     dim = _divided_by(x)
     if isinstance(x, DTensor) and dim is not None:
         copy = divided_tensors.all_gather_shared(x.to_local(), mesh, dim)
     else:
         copy = divided_tensors.copy_to_ranks(x, mesh)
     if DividedActivations.active():
-        _active.last = x, state, copy
+        _of_thread.last = x, state, copy
     return copy
 
 

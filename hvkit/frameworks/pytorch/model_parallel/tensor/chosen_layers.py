@@ -131,7 +131,8 @@ def _vocabulary(
         elif name in embeddings and option:
             problems[name] = f"{option}={getattr(module, option)!r} is about whole rows"
     in_loss = all(
-        layers[name].ends and not layers[name].column_problem(returned=True) for name in projections
+        layers[name].ends and not layers[name].problem_as("column", gathered=True)
+        for name in projections
     )
     return Vocabulary(embeddings, projections, weight.shape, problems, in_loss)
 
@@ -166,8 +167,7 @@ def requested_divisions(
         if vocabulary is not None:
             divisions[name] = _with_same_weight(vocabulary, name, styles)
         else:
-            parts = min(known[name].parts or {1}) if style == "column" else 1
-            divisions[name] = LayerDivision(style, parts, known[name].transposed)
+            divisions[name] = known[name].division(style)
     for name, division in divisions.items():
         missing = known[name].combined - divisions.keys() if division.parts > 1 else None
         if missing:
@@ -192,7 +192,7 @@ def _require_divisible(
     if not problem and length % ways:
         problem = f"its {length} {'in' if style == 'row' else 'out'}puts are no multiple of {ways}"
     elif style == "column" and vocabulary is None:
-        problem = seen.column_problem(returned=True)
+        problem = seen.problem_as("column", gathered=True)
     if problem:
         raise ValueError(f"plan= cannot divide {name}: {problem}; leave it out of plan=")
 

@@ -147,7 +147,7 @@ def _experts(
             )
         args, kwargs = tree_map_only(torch.Tensor, for_parts, (args, kwargs))
         parameters: dict[str, Any] = self._parameters
-        whole = {name: parameters[name] for name, how in division.experts if how is None}
+        whole = {name: parameters[name] for name, how in division.experts.items() if how is None}
         try:
             for n, p in whole.items():
                 parameters[n] = divided_tensors.divide_by_ranks(p, mesh)

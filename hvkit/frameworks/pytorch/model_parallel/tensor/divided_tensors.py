@@ -6,8 +6,9 @@ the same from it. A rank's part of a tensor has that part of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,14 +44,14 @@ class LayerDivision:
     transposed: bool = False  # its weight has the shape (in, out)
     by_itself: bool = False  # it returns a whole tensor, since no other layer takes its part
     # By parameter of experts; one without stays whole, and each rank adds its fraction.
-    experts: tuple[tuple[str, Placement | None], ...] = ()
+    experts: Mapping[str, Placement | None] = field(default_factory=dict)
     # The structures of arguments with which experts may be called.
     calls: frozenset[Hashable] = frozenset()
 
     def placement(self, name: str, p: torch.Tensor) -> Placement | None:
         """That of a parameter of the layer, by its name there; None if it stays whole."""
         if self.style == "experts":
-            return dict(self.experts)[name]
+            return self.experts[name]
         if self.style == "column":
             dim = int(self.transposed and p.dim() == 2)
             return Placement(dim, _IN_PROJECTIONS.get(name, self.parts))
@@ -72,8 +73,8 @@ def part_of(whole: torch.Tensor, placement: Placement, index: int, ways: int) ->
 
 def whole_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
     """The whole tensor, from the parts of all ranks in the order of their index."""
-    shares = [part.chunk(placement.parts, placement.dim) for part in parts]
-    return torch.cat([share[i] for i in range(placement.parts) for share in shares], placement.dim)
+    chunks = (part.chunk(placement.parts, placement.dim) for part in parts)
+    return torch.cat([*itertools.chain(*zip(*chunks, strict=True))], placement.dim)
 
 
 def index_in_part(

@@ -16,7 +16,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,28 +112,29 @@ def _try(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> L
     guesses = list(_guesses(shapes, ways))
     if not guesses:
         return f"its weights have no length in common that {ways} ranks can divide"
-    generators = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    grad = torch.inference_mode(mode=False), torch.enable_grad()
-    with ExitStack() as stack:
-        for context in (generators, *grad, uncompiled()):
-            stack.enter_context(context)
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        uncompiled(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+    ):
         # On the CPU an index out of range is an error, and does not end the process.
-        for place in dict.fromkeys((_CPU, device)):
-            stack.enter_context(torch.autocast(place.type, enabled=False))
+        for used in dict.fromkeys((_CPU, device)):
             numbered = enumerate(shapes.items())
-            weights = {name: _random(shape, place, i) for i, (name, shape) in numbered}
-            trials = []
+            weights = {name: _random(shape, used, i) for i, (name, shape) in numbered}
             for call, scale in itertools.product(seen.calls.values(), _SCALES):
                 try:
-                    trials.append(_trial(module, call, weights, place, scale))
+                    adds_up = _trial(module, call, weights, used, scale)
                 except Exception as error:  # of any type: the module's
                     why = f"({type(error).__name__}: {error})"
                     return f"a trial of it with random numbers fails {why}"
-            guesses = [g for g in guesses if all(adds_up(g, ways) for adds_up in trials)][:1]
+                guesses = [guess for guess in guesses if adds_up(guess, ways)]
+            guesses = guesses[:1]
     if not guesses:
         return f"no parts of its experts for {ways} ranks add up to what it computes"
-    experts, calls = tuple(guesses[0].items()), frozenset(seen.calls)
-    return LayerDivision("experts", by_itself=True, experts=experts, calls=calls)
+    return LayerDivision("experts", by_itself=True, experts=guesses[0], calls=frozenset(seen.calls))
 
 
 def _guesses(shapes: Mapping[str, torch.Size], ways: int) -> Iterator[dict[str, Placement | None]]:

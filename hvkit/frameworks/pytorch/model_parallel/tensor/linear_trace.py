@@ -19,6 +19,7 @@ from torch import nn
 
 from hvkit.frameworks.pytorch.model_parallel.meta_device import calls_watched
 from hvkit.frameworks.pytorch.model_parallel.tensor import propagation_rules as rules
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision, Style
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import Experts, experts_in
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_structure, tensors_in
 
@@ -58,21 +59,19 @@ class LinearUse:
     returned: str = ""  # why its output must become whole: the model returns it
     unusable: str = ""  # why its weight cannot be divided at all
 
-    def column_problem(self, returned: bool = False) -> str:
-        """Why its output cannot be divided; if the model may return it, hvkit makes it whole."""
-        if self.unusable or self.problem:
-            return self.unusable or self.problem
+    def problem_as(self, style: Style, *, gathered: bool = False) -> str:
+        """Why it cannot be divided like that; ``gathered``: hvkit makes what is returned whole."""
+        if style == "row" or self.unusable:
+            return self.unusable or ("" if all(self.taken_from) else "it takes whole activations")
+        if self.problem:
+            return self.problem
         if len(self.parts) > 1:
             return f"its output is used in {' and in '.join(map(str, sorted(self.parts)))} shares"
-        if returned and self.parts - {1}:
-            return self.returned
-        return "" if returned else self.returned
+        return self.returned if not gathered or self.parts - {1} else ""
 
-    @property
-    def row_problem(self) -> str:
-        if self.unusable or all(self.taken_from):
-            return self.unusable
-        return "it takes whole activations"
+    def division(self, style: Style) -> LayerDivision:
+        parts = min(self.parts or {1}) if style == "column" else 1
+        return LayerDivision(style, parts, self.transposed)
 
 
 class LinearTrace(rules.EachOperation):

@@ -28,7 +28,11 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.chosen_layers import (
     requested_divisions,
     vocabularies,
 )
-from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision, Placement
+from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import (
+    LayerDivision,
+    Placement,
+    Style,
+)
 from hvkit.frameworks.pytorch.model_parallel.tensor.experts import divisions_of_experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.linear_trace import LinearTrace, LinearUse
 from hvkit.frameworks.pytorch.model_parallel.tensor.sequence_parallel import (
@@ -46,14 +50,14 @@ class TensorPlan:
     """How ``divide`` divides the layers of a model.
 
     ``divisions`` of an ``nn.MultiheadAttention`` are those of its input projections; its
-    ``out_proj`` is a row layer. ``whole`` has reasons. ``share`` is the divided fraction of the
-    bytes of all parameters. ``vocabularies`` are names of layers that share a weight.
+    ``out_proj`` is a row layer. ``whole`` has reasons. ``fraction`` is that of the bytes of all
+    parameters which is divided. ``vocabularies`` are names of layers that share a weight.
     """
 
     ways: int
     divisions: Mapping[str, LayerDivision] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
-    share: float = 0.0
+    fraction: float = 0.0
     vocabularies: tuple[frozenset[str], ...] = ()
     sequence_regions: tuple[SequenceRegion, ...] = ()
     whole_regions: tuple[str, ...] = ()
@@ -66,7 +70,7 @@ class TensorPlan:
         lines = [
             f"tensor={self.ways}: {len(self.divisions) - divided} of "
             f"{len({*self.divisions, *self.whole} - self.experts)} linear layers and embeddings"
-            f"{sets} divided, {self.share:.0%} of all weights"
+            f"{sets} divided, {self.fraction:.0%} of all weights"
         ]
         lines += [f"  {name} stays whole: {why}" for name, why in self.whole.items()]
         lines += [
@@ -114,7 +118,7 @@ def plan_layers(
         ways,
         divisions,
         {n: whole[n] for n in order if n in whole and n not in divisions},
-        _share(model, divisions),
+        _divided_fraction(model, divisions),
         tuple(frozenset(each.layers) for each in found),
         tuple(regions),
         tuple(problems),
@@ -149,44 +153,37 @@ def _chosen(
     return divisions, whole
 
 
-def with_vocabularies_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
-    """The plan of one mode, training or evaluation, with what the plan of the other allows.
+def in_both_modes(
+    model: nn.Module, plan: TensorPlan, other: TensorPlan
+) -> tuple[TensorPlan, set[str]]:
+    """A plan for training and evaluation, from those of both, and layers that they use differently.
 
-    A vocabulary that both divide differently stays whole. Logits that stay divided up to the loss
-    in one mode alone are gathered. Sequence regions of one mode alone stay whole.
+    Layers that one mode alone calls, as a head for training, are divided as there. A vocabulary
+    that both divide differently stays whole. Logits that stay divided up to the loss in one mode
+    alone are gathered. Sequence regions of one mode alone stay whole.
     """
-    begun = {region.begins for region in other.sequence_regions}
-    divisions, whole = dict(plan.divisions), dict(plan.whole)
+    here, there, whole = dict(plan.divisions), dict(other.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
-        pairs = {name: (plan.divisions.get(name), other.divisions.get(name)) for name in layers}
-        for name, (here, there) in pairs.items():
-            if here and there and all(a and b and a.style == b.style for a, b in pairs.values()):
-                divisions[name] = replace(here, by_itself=here.by_itself or there.by_itself)
-            elif any(a or b for a, b in pairs.values()):
-                divisions.pop(name, None)
-                whole[name] = "training and evaluation use its weight in different ways"
-    regions = tuple(each for each in plan.sequence_regions if each.begins in begun)
-    return replace(
+        if all(n in here and n in there and here[n].style == there[n].style for n in layers):
+            for n in layers:
+                by_itself = here[n].by_itself or there[n].by_itself
+                here[n] = there[n] = replace(here[n], by_itself=by_itself)
+        elif not layers.isdisjoint({*here, *there}):
+            for n in layers:
+                here.pop(n, None)
+                there.pop(n, None)
+                whole[n] = "training and evaluation use its weight in different ways"
+    here |= {n: division for n, division in there.items() if n not in plan.called}
+    there |= {n: division for n, division in here.items() if n not in other.called}
+    begun = {region.begins for region in other.sequence_regions}
+    both = replace(
         plan,
-        divisions=divisions,
-        whole=whole,
-        share=_share(model, divisions),
-        sequence_regions=regions,
+        divisions={n: here[n] for n, _ in model.named_modules() if n in here},
+        whole={n: why for n, why in whole.items() if n not in here},
+        fraction=_divided_fraction(model, here),
+        sequence_regions=tuple(each for each in plan.sequence_regions if each.begins in begun),
     )
-
-
-def with_layers_of(model: nn.Module, plan: TensorPlan, other: TensorPlan) -> TensorPlan:
-    """The plan of one mode with the layers that only the other calls, as a head for training."""
-    names = [name for name, _ in model.named_modules()]
-    more = other.divisions.keys() - plan.called
-    found = {**plan.divisions, **{name: other.divisions[name] for name in more}}
-    divisions = {name: found[name] for name in names if name in found}
-    return replace(
-        plan,
-        divisions=divisions,
-        whole={name: why for name, why in plan.whole.items() if name not in more},
-        share=_share(model, divisions),
-    )
+    return both, {n for n in {*here, *there} if here.get(n) != there.get(n)}
 
 
 def _watch_forward(
@@ -246,7 +243,7 @@ def _groups(
 
     Of two groups that share a layer, the first is chosen.
     """
-    roles = [
+    roles: list[set[tuple[Style, str]]] = [
         {("row", name), *(("column", column) for column in columns)}
         for name, seen in linears.items()
         for columns in seen.taken_from
@@ -254,14 +251,10 @@ def _groups(
     ]
     groups = []
     for group in united(roles):
-        rows, columns = ({n for role, n in group if role == which} for which in ("row", "column"))
-        if (
-            columns.isdisjoint(rows)
-            and not any(linears[n].column_problem() for n in columns)
-            and not any(linears[n].row_problem for n in rows)
-        ):
-            of_rows = {n: LayerDivision("row", transposed=linears[n].transposed) for n in rows}
-            groups.append({n: _column(linears[n]) for n in columns} | of_rows)
+        divisions = {n: linears[n].division(style) for style, n in group}
+        # A layer with both roles is in no group.
+        if len(divisions) == len(group) and not any(linears[n].problem_as(s) for s, n in group):
+            groups.append(divisions)
     groups += [
         {name: LayerDivision("column", 3), _child(name, "out_proj"): LayerDivision("row")}
         for name, problem in trace.heads.items()
@@ -280,23 +273,17 @@ def _why(
     name: str, linears: Mapping[str, LinearUse], divisions: Mapping[str, LayerDivision]
 ) -> str:
     """Why a layer is in no group that was chosen."""
-    seen = linears[name]
-    if problem := seen.column_problem():
+    if problem := linears[name].problem_as("column"):
         return problem
     takers = [n for n, other in linears.items() if any(name in c for c in other.taken_from)]
     if not takers:
         return "no linear layer takes its output"
     for taker in takers:
-        if problem := linears[taker].row_problem:
+        if problem := linears[taker].problem_as("row"):
             return f"{taker}, which takes its output, stays whole: {problem}"
         if taker in divisions:
             return f"{taker}, which takes its output, is divided with another layer"
     return "a layer that would have to be divided with it stays whole"
-
-
-def _column(seen: LinearUse) -> LayerDivision:
-    (parts,) = seen.parts or {1}
-    return LayerDivision("column", parts, seen.transposed)
 
 
 def placements_of(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> dict[str, Placement]:
@@ -309,7 +296,7 @@ def placements_of(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> d
     }
 
 
-def _share(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:
+def _divided_fraction(model: nn.Module, divisions: Mapping[str, LayerDivision]) -> float:
     total = bytes_of(model.parameters())
     divided = bytes_of(map(model.get_parameter, placements_of(model, divisions)))
     return divided / total if total else 0.0
