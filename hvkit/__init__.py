@@ -14,12 +14,16 @@ from hvkit import log as log
 
 if TYPE_CHECKING:
     from hvkit.api import distribute as distribute
-    from hvkit.api import settled as settled
     from hvkit.checkpoint import Checkpoint as Checkpoint
     from hvkit.checkpoint import Progress as Progress
     from hvkit.communication.allreduce import allreduce as allreduce
     from hvkit.communication.collectives import barrier as barrier
     from hvkit.communication.collectives import broadcast as broadcast
+    from hvkit.communication.metrics import EarlyStopping as EarlyStopping
+    from hvkit.communication.metrics import any_rank as any_rank
+    from hvkit.communication.metrics import average as average
+    from hvkit.communication.tensors import allgather as allgather
+    from hvkit.communication.tensors import mean as mean
     from hvkit.compression import PowerSGD as PowerSGD
     from hvkit.compression import TopK as TopK
     from hvkit.data.shard import shard as shard
@@ -36,9 +40,9 @@ if TYPE_CHECKING:
     from hvkit.main_rank import main_first as main_first
     from hvkit.mesh import Mesh as Mesh
     from hvkit.mesh import deferred_init as deferred_init
-    from hvkit.metrics import EarlyStopping as EarlyStopping
-    from hvkit.metrics import any_rank as any_rank
-    from hvkit.metrics import average as average
+    from hvkit.models import average_buffers as average_buffers
+    from hvkit.models import reduce_gradients as reduce_gradients
+    from hvkit.models import settled as settled
     from hvkit.monitor import Monitor as Monitor
     from hvkit.runtime import init as init
     from hvkit.runtime import local_rank as local_rank
@@ -46,19 +50,17 @@ if TYPE_CHECKING:
     from hvkit.runtime import rank as rank
     from hvkit.runtime import size as size
     from hvkit.strategies import *  # noqa: F403
-    from hvkit.tensors import allgather as allgather
-    from hvkit.tensors import average_buffers as average_buffers
-    from hvkit.tensors import mean as mean
-    from hvkit.tensors import reduce_gradients as reduce_gradients
     from hvkit.transport.traffic import traffic as traffic
 
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "api": "distribute settled",
+    "api": "distribute",
     "checkpoint": "Checkpoint Progress",
     "communication.allreduce": "allreduce",
     "communication.collectives": "barrier broadcast",
+    "communication.metrics": "EarlyStopping any_rank average",
+    "communication.tensors": "allgather mean",
     "transport.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
@@ -70,10 +72,9 @@ _NAMES_BY_MODULE = {
     "functions.launch": "launch",
     "main_rank": "is_main main_first",
     "mesh": "Mesh deferred_init",
-    "metrics": "EarlyStopping any_rank average",
+    "models": "average_buffers reduce_gradients settled",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",
-    "tensors": "allgather average_buffers mean reduce_gradients",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

@@ -1,13 +1,9 @@
-"""``hvkit.distribute``: checks its arguments, and runs the steps that all frameworks share.
-
-``hvkit.settled`` is for strategies whose ranks differ between two agreements.
-"""
+"""``hvkit.distribute``: checks its arguments, and runs the steps that all frameworks share."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,14 +11,20 @@ from hvkit import runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
 from hvkit.capabilities import checked_compression, checked_strategy, refuse_unsupported
 from hvkit.communication import collectives
-from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.collectives import require_equal, together
 from hvkit.compression import Compression, CompressionName
-from hvkit.learning_rate import LRScaling, describe, length_of_warmup, make_multiplier
+from hvkit.learning_rate import (
+    LRScaling,
+    Multiplier,
+    describe,
+    length_of_warmup,
+    make_multiplier,
+)
 from hvkit.log import logger
 from hvkit.main_rank import warn_once
 from hvkit.mesh import Mesh, divide, mesh_options, picture, rows
 from hvkit.monitor.monitor import Monitor
-from hvkit.registry import JAX, framework_of, framework_of_all
+from hvkit.registry import Framework, framework_of, framework_of_all
 from hvkit.runtime import Group, all_ranks
 from hvkit.strategies import DiLoCo, LocalSGD, ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Strategy
@@ -36,11 +38,9 @@ from hvkit.sync.port import (
     Port,
     Record,
     is_distributed,
-    keepers_of,
-    record,
-    record_of,
+    remember,
 )
-from hvkit.watch.calls import call_within, named
+from hvkit.watch.calls import named
 
 # Strategies that work among some of the ranks.
 _IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
@@ -144,17 +144,14 @@ def distribute(
         LaunchError: Horovod sees a different number of ranks than were launched, this host has more
             ranks than GPUs, or the script itself has started several processes that train.
     """
-    first = framework_of(model)
-    in_jax = first is JAX  # where a list may be a pytree
-    models, optimizers = ([each] if in_jax else _listed(each) for each in (model, optimizer))
-    first = first or (framework_of(models[0]) if models else None)
-    engine = first.engine if first else None
-    runtime.init(engine)
+    framework = framework_of(model)
+    pytrees = framework is not None and framework.takes_pytrees  # where a list may be one
+    models, optimizers = ([each] if pytrees else _listed(each) for each in (model, optimizer))
+    framework = framework or (framework_of(models[0]) if models else None)
+    runtime.init(framework.engine if framework else None)
     group = _group or all_ranks()
     runtime.refuse_separate_training()
-    problem: Exception | None = None
-    port: Port | None = None
-    try:
+    with together(group=group):
         options = Options(
             accumulate=check_count("accumulate", accumulate),
             warmup_steps=length_of_warmup(warmup_steps, warmup_epochs, steps_per_epoch),
@@ -168,35 +165,14 @@ def distribute(
         in_mesh = mesh_options(mesh, microbatches, schedule, stages, plan)
         if in_mesh and group.size > 1:
             options = replace(options, mesh=in_mesh)
-        if not isinstance(strategy, _IN_GROUPS):
-            group.require_all_ranks(f"{strategy}")
-        if monitor is not None:
-            group.require_all_ranks("hvkit.Monitor")
-            if not isinstance(monitor, Monitor):
-                raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
-        if not models:
-            raise ValueError(f"model must hold at least one model, got {model!r}")
-        if not optimizers:
-            raise ValueError(f"optimizer must hold at least one optimizer, got {optimizer!r}")
-        framework = framework_of_all(models, optimizers)
-        refuse_unsupported(framework, options)
-        if not in_jax:  # there the port finds a second call by the arrays
-            _refuse_second_call(models, optimizers)
-    except Exception as error:  # of any type: the other ranks must not wait for this one
-        problem = error
-    raise_together(problem, group=group)
-    if options.mesh and engine != "jax":  # there XLA divides the ranks
-        options = _in_data_group(options, engine)
+        _refuse_in_groups(options, monitor)
+        framework = _checked_framework(models, optimizers, options)
+    if options.mesh and framework.engine != "jax":  # there XLA divides the ranks
+        options = _in_data_group(options, framework.engine)
     batches = options.mesh.position.batches if options.mesh else group.size
-    try:
+    with together(group=group):
         multiplier = make_multiplier(lr_scaling, batches, options.warmup_steps)
-        port = framework.port_for(models, optimizers, options)
-    except Exception as error:
-        problem = error
-    raise_together(problem, group=group)
-    assert port is not None
-    records = [] if in_jax else [(each, Record()) for each in optimizers]
-    keeper: Keeper | None = None
+        port: Port = framework.port_for(models, optimizers, options)
     if group.size > 1:
         monitored = "" if monitor is None else ", with a monitor"
         arguments = f"lr_scaling={lr_scaling}, {options}{monitored}"
@@ -210,32 +186,62 @@ def distribute(
         paced = not isinstance(strategy, ParameterServer)
         position = options.mesh.position if options.mesh else None
         monitor.attach(models, optimizers, equal_steps=paced, position=position)
+    keeper: Keeper | None = None
+    records = [] if pytrees else [(each, Record()) for each in optimizers]
     if group.size > 1:
-        if options.mesh:
-            hosts = collectives.gather("distribute", socket.gethostname())
-            if group.rank == 0:
-                logger.info(picture(options.mesh.mesh, hosts))
-        if options.strategy.has_momentum and (found := port.more_than_sgd()):
-            warn_once(
-                "momentum",
-                f"{options.strategy} has a momentum of its own, and takes the place of what "
-                f"{', '.join(found)} adds to SGD: use SGD without momentum, and a small rate",
-                group,
-            )
-        port.synchronise()
-        rates = port.scale_learning_rate(multiplier)
+        rates = _synchronise(port, options, multiplier, group)
         records, keeper = port.keep_in_step()
         if group.rank == 0:
             said = describe(rates, lr_scaling, batches)
-            if in_jax:  # an optimizer of Optax shows no rate
+            if pytrees:  # an optimizer of Optax shows no rate
                 said = f"{strategy}" if keeper else "they share each global batch"
             logger.info(f"{group.size} ranks; {said}")
-    # A model of JAX may be a pytree, which cannot be looked up. Only local weights need that.
-    record([] if in_jax and keeper is None else models, records, keeper, group)
-    if in_jax:  # a pytree is a new object
+    # A pytree cannot be looked up. Models of JAX with local weights are none.
+    remember([] if pytrees and keeper is None else models, records, keeper, group)
+    if pytrees:  # new objects
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer
     return model, optimizer
+
+
+def _refuse_in_groups(options: Options, monitor: Monitor | None) -> None:
+    """Refuse what needs all ranks if only some train together, and what is no monitor."""
+    if not isinstance(options.strategy, _IN_GROUPS):
+        options.group.require_all_ranks(f"{options.strategy}")
+    if monitor is not None:
+        options.group.require_all_ranks("hvkit.Monitor")
+        if not isinstance(monitor, Monitor):
+            raise TypeError(f"monitor must be a hvkit.Monitor, got {monitor!r}")
+
+
+def _checked_framework(models: list[Any], optimizers: list[Any], options: Options) -> Framework:
+    for name, things in (("model", models), ("optimizer", optimizers)):
+        if not things:
+            raise ValueError(f"{name} must hold at least one {name}, got {things!r}")
+    framework = framework_of_all(models, optimizers)
+    refuse_unsupported(framework, options)
+    if not framework.takes_pytrees:  # there the port finds a second call by the arrays
+        _refuse_second_call(models, optimizers)
+    return framework
+
+
+def _synchronise(
+    port: Port, options: Options, multiplier: Multiplier, group: Group
+) -> list[tuple[float, Multiplier | None]]:
+    """Copy rank 0's weights and state to all ranks, and scale the rates; return the user's."""
+    if options.mesh:
+        hosts = collectives.gather("distribute", socket.gethostname())
+        if group.rank == 0:
+            logger.info(picture(options.mesh.mesh, hosts))
+    if options.strategy.has_momentum and (found := port.more_than_sgd()):
+        warn_once(
+            "momentum",
+            f"{options.strategy} has a momentum of its own, and takes the place of what "
+            f"{', '.join(found)} adds to SGD: use SGD without momentum, and a small rate",
+            group,
+        )
+    port.synchronise()
+    return port.scale_learning_rate(multiplier)
 
 
 def _in_data_group(options: Options, engine: str | None) -> Options:
@@ -251,80 +257,8 @@ def _in_data_group(options: Options, engine: str | None) -> Options:
     return replace(options, group=group)
 
 
-@contextmanager
-def settled(*things: Any) -> Iterator[None]:
-    """Hold the weights that the ranks would agree on now, to evaluate or save a model.
-
-        with hvkit.settled(model):
-            accuracy = evaluate(model)
-            if hvkit.is_main():
-                torch.save(model.state_dict(), "model.pt")
-
-    Between two agreements of ``LocalSGD`` and the like, each rank has local weights. Inside the
-    block all ranks have the same weights: the strategy's mean, for ``ElasticAveraging`` its centre,
-    for ``ParameterServer`` the server's. Statistics of normalisation layers are averaged.
-    Afterwards each rank has its local weights again, so looking never changes them. Every rank must
-    enter the block. It does nothing while all ranks hold the same weights (``Synchronous``, one
-    process, right after a round of ``LocalSGD``), nor for models that share no weights with one
-    that was distributed.
-
-    With ``FullyShard`` and ``ShardedOptimizer``, ``state_dict()`` works on rank 0 inside the block
-    only, where it returns the whole weights, and for an optimizer that is passed as well, its whole
-    state: ``with hvkit.settled(model, optimizer):``.
-
-    In a mesh, ``model.generate()`` of Hugging Face's models has the whole model on every rank
-    inside the block.
-
-    Args:
-        *things: models and optimizers that were passed to ``hvkit.distribute``, and lists of them.
-            Do not train them inside the block.
-
-    Raises:
-        TypeError: one of them is neither a model nor an optimizer.
-        RanksDisagreeError: the ranks have taken different numbers of steps, in rounds.
-        RankLostError: another rank has ended, or waits in another call.
-    """
-    with ExitStack() as stack:
-        with call_within("hvkit.settled"):
-            for thing in [t for each in things for t in _listed(each)]:
-                framework = framework_of(thing)
-                if framework is JAX:
-                    _require_module(thing)
-                if framework is not None:
-                    for keeper in keepers_of(thing):
-                        stack.enter_context(keeper.settled())
-                elif _record(thing) is None:
-                    raise TypeError(
-                        "hvkit.settled takes models and optimizers that were passed to "
-                        "hvkit.distribute, and lists of them, got "
-                        f"{thing!r} of type {type(thing).__name__}"
-                    )
-                if (known := _record(thing)) is not None and known.gathered:
-                    stack.enter_context(known.gathered())
-        yield
-
-
-def _require_module(thing: Any) -> None:
-    from hvkit.frameworks.jax.arrays import is_nnx
-
-    if not is_nnx(thing):
-        raise TypeError(
-            "hvkit.settled takes modules and optimizers of Flax NNX, whose arrays it can set, but "
-            f"not a pytree ({type(thing).__name__}): where a strategy divides its arrays, "
-            "jax.experimental.multihost_utils.process_allgather(tree, tiled=True) on every rank "
-            "returns whole ones"
-        )
-
-
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _record(optimizer: Any) -> Record | None:
-    """The record of an optimizer, also inside a ``LossScaleOptimizer`` that Keras has made."""
-    while (found := record_of(optimizer)) is None and hasattr(optimizer, "inner_optimizer"):
-        optimizer = optimizer.inner_optimizer
-    return found
 
 
 def _refuse_second_call(models: Sequence[object], optimizers: Sequence[object]) -> None:

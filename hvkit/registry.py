@@ -29,6 +29,7 @@ class Framework:
     port: str = ""  # the module and class of its port
     pipeline_port: str = ""  # the same for models that a pipeline divides, if that is another
     mesh_port: str = ""  # the same for any mesh
+    takes_pytrees: bool = False  # a list may be one model; ``distribute`` returns a new object
     updates: str = ""  # the module whose ``watch_updates`` warns of optimizers that nobody passed
 
     def port_for(self, models: Sequence[Any], optimizers: Sequence[Any], options: Any) -> Any:
@@ -79,7 +80,7 @@ KERAS_ON_JAX = Framework(
     f"{_HERE}.keras.on_jax:KerasOnJaxPort",
     updates=f"{_HERE}.keras.jax_refusals",
 )
-JAX = Framework("JAX", "jax", "jax", f"{_HERE}.jax.port:JaxPort")
+JAX = Framework("JAX", "jax", "jax", f"{_HERE}.jax.port:JaxPort", takes_pytrees=True)
 _OTHER_KERAS = Framework("Keras", "keras", None)
 
 _KERAS = {each.engine: each for each in (KERAS_ON_TENSORFLOW, KERAS_ON_PYTORCH, KERAS_ON_JAX)}

@@ -16,6 +16,7 @@ import pickle
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -161,6 +162,17 @@ def raise_together(
 ) -> None:
     """Raise on every rank if any rank has a problem, as ``share`` does."""
     share(call, problem, None, group)
+
+
+@contextmanager
+def together(call: str = "distribute", group: Group | None = None) -> Iterator[None]:
+    """A context whose error all ranks raise, as ``share`` does; its end is a collective."""
+    problem = None
+    try:
+        yield
+    except Exception as error:  # of any type: the other ranks must not wait for this one
+        problem = error
+    raise_together(problem, call, group)
 
 
 def require_equal(

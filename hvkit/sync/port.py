@@ -126,7 +126,7 @@ class Record:
     gathered: Callable[[], AbstractContextManager[None]] | None = None
     # Random numbers that a model keeps apart from the global generators; None if none.
     numbers: RandomNumbers | None = None
-    # Whether the ranks train local weights, so that its state differs; ``record`` sets it.
+    # Whether the ranks train local weights, so that its state differs; ``remember`` sets it.
     local: bool = False
     sharded: ShardedObject | None = None  # its part on this rank, in a mesh
     # The keeper of a model in a mesh; None if it has none.
@@ -207,7 +207,7 @@ _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 
 
-def record(
+def remember(
     models: Iterable[Any],
     records: Iterable[tuple[Any, Record]],
     keeper: Keeper | None = None,

@@ -26,7 +26,7 @@ from hvkit.watch.rank_errors import is_failure, meaning_of
 from hvkit.watch.script_lines import MAIN, OWN_FOLDER, frames, inside_tensorflow, line_of_script
 from hvkit.watch.spans import WAITING, Recorder, mark, observers
 
-# The function of ``hvkit.tensors`` that keeps PyTorch's compiler out of a call.
+# The function of ``hvkit.communication.tensors`` that keeps PyTorch's compiler out of a call.
 _UNCOMPILED = "_uncompiled"
 # Seconds between two reports to `hvkit run`; characters of a call, and of a line of the script.
 _REPORT_EVERY = 1.0

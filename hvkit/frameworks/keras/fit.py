@@ -23,7 +23,7 @@ from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.loss_means import know_rows, noted_of
 from hvkit.frameworks.keras.metric_results import over_all_ranks
-from hvkit.metrics import any_rank_of
+from hvkit.communication.metrics import any_rank_of
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy

@@ -42,7 +42,7 @@ from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.local_weights import LocalWeightsKeeper
-from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, record
+from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, remember
 from hvkit.watch.calls import call
 
 
@@ -151,7 +151,7 @@ class KerasOnPyTorchPort(KerasPort):
 
     def _begin_if_built(self) -> None:
         if not self._begun and all(map(initial_state.has_weights, self.models)):
-            record(self.models, *self._begin(), self.group)
+            remember(self.models, *self._begin(), self.group)
 
     def _begin(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         """Keep the ranks in step from now on; called once all models have weights; a collective."""

@@ -18,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from hvkit import metrics
+from hvkit.communication import metrics
 
 T = TypeVar("T", bound=torch.Tensor)
 

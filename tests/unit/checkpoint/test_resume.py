@@ -16,7 +16,7 @@ from quick_start import in_less_time
 
 from hvkit.checkpoint import Checkpoint, resume, store
 from hvkit.checkpoint.resume import batches_after
-from hvkit.sync.port import Record, record
+from hvkit.sync.port import Record, remember
 
 ONES = np.ones((8, 4), "float32")
 
@@ -61,7 +61,7 @@ def test_pytorch_rates_are_loaded_as_they_were_saved_and_a_warm_up_goes_on(tmp_p
         groups = [{"params": body.parameters(), "lr": rate / 10}, {"params": head.parameters()}]
         optimizer = torch.optim.SGD(groups, lr=torch.tensor(rate))
         warmup = SimpleNamespace(steps_done=0)  # the part that distribute keeps
-        record([body], [(optimizer, Record(warmup))])
+        remember([body], [(optimizer, Record(warmup))])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
         return {"optimizer": optimizer, "scheduler": scheduler}, warmup
 

@@ -28,7 +28,7 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.channel import Channel
 from hvkit.runtime import all_ranks
-from hvkit.sync.port import Keeper, Record, record
+from hvkit.sync.port import Keeper, Record, remember
 
 
 class PyTorchTensors(Tensors):
@@ -157,7 +157,7 @@ class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
         reducer, keeper = port.average_in_passes()
         if self._samples:
             reducer.weigh(self._samples.weight)
-        record(self.models, [], keeper, self.group if keeper else None)
+        remember(self.models, [], keeper, self.group if keeper else None)
 
         def around_backward() -> Callable[[], None]:
             reducer.begin_pass()

@@ -1,6 +1,6 @@
-"""Calls on tensors: ``allgather``, ``mean``, ``reduce_gradients``, ``average_buffers``.
+"""``hvkit.allgather`` and ``hvkit.mean``: gradients of tensors flow back through them.
 
-Gradients flow back through ``allgather``. With N ranks, rank s computes a loss ``L_s`` of all
+With N ranks, rank s computes a loss ``L_s`` of all
 embeddings ``z_0 ... z_{N-1}``, and the gradients of the weights become means over ranks. So that
 they are those of ``mean_s L_s``, rank r must continue its backward pass with ``sum_s dL_s/dz_r``:
 
@@ -18,25 +18,10 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from hvkit.communication.collectives import (
-    gather,
-    pickled,
-    raise_together,
-    share,
-    undivided,
-    unpickled,
-)
+from hvkit.communication.collectives import gather, pickled, share, undivided, unpickled
 from hvkit.errors import RanksDisagreeError
-from hvkit.registry import (
-    KERAS_ON_PYTORCH,
-    framework_of,
-    gather_module,
-    in_graph,
-    keras_framework,
-    tensor_in,
-)
+from hvkit.registry import gather_module, in_graph, tensor_in
 from hvkit.runtime import size
-from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import named
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -113,7 +98,7 @@ def _gathered(obj: Any) -> list[Any]:
         return [unpickled(data, source) for source, (_, _, data) in enumerate(objects)]
     dtype = str(getattr(obj.dtype, "name", obj.dtype))
     shapes = [shape for _, shape, _ in _gather_alike(dtype, tuple(map(int, obj.shape)), b"")]
-    found = tensors.gather(obj, shapes, share=_rows_for_each())
+    found = tensors.gather(obj, shapes, rows_for_each=_rows_for_each())
     return found
 
 
@@ -267,110 +252,3 @@ def _mean_of_arrays(total: Any, count: Any) -> Any:
             "rank: compute both from arrays of all ranks, such as losses.sum() and mask.sum()"
         )
     return total / count
-
-
-@named("hvkit.reduce_gradients")
-def reduce_gradients(model_or_optimizer: Any) -> None:
-    """Average over ranks what the gradients of a PyTorch model hold now.
-
-        loss.backward()  # averages
-        for p in model.parameters():
-            p.grad.add_(torch.randn_like(p.grad), alpha=0.01)  # each rank draws its own noise
-        hvkit.reduce_gradients(model)
-        optimizer.step()
-
-    ``backward()`` averages gradients itself. Call this before ``step()`` if the script then changes
-    them differently on each rank: adds noise, sets ``p.grad`` to a sum of clipped gradients of its
-    own samples, or rounds at random. The step then uses the mean of what the ranks made of them.
-    Changes that are the same on every rank, such as clipping and unscaling, need no call.
-
-    It also ends a series of passes that is shorter than ``accumulate``, as at the end of an epoch:
-    call it after the last ``backward()`` and before clipping. For a DataLoader that ``hvkit.shard``
-    returned there is no need to.
-
-    It averages all gradients of the model that was passed to ``hvkit.distribute``, also if you pass
-    a part of it; a gradient that is None counts as zero, unless it is None on all ranks. Averaging
-    twice is the same as once. A compression that keeps what it has not sent (``TopK``,
-    ``PowerSGD``, ``DeMo``) can average once in a step only: pass ``accumulate`` one more than the
-    backward passes of a step, so that this call does. With one process it does nothing, and nor
-    does it with strategies that do not average whole gradients: ``LocalSGD`` and the like, where
-    each rank changes its own, and ``FullyShard``, where each gradient is on one rank.
-
-    Args:
-        model_or_optimizer: a ``torch.nn.Module``, such as a Keras model on PyTorch, or a
-            ``torch.optim.Optimizer`` that was passed to ``hvkit.distribute``.
-
-    Raises:
-        TypeError: it is neither; Keras averages inside ``optimizer.apply``, so change gradients
-            before.
-        ValueError: it was not passed to ``hvkit.distribute``; a backward pass is running; or a
-            compression has averaged the gradients of this step already.
-        RankLostError: another rank has ended, or waits in another call.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model_or_optimizer, torch.nn.Module):
-        parameters = list(model_or_optimizer.parameters())
-    elif torch is not None and isinstance(model_or_optimizer, torch.optim.Optimizer):
-        parameters = [p for group in model_or_optimizer.param_groups for p in group["params"]]
-    else:
-        raise TypeError(
-            "hvkit.reduce_gradients takes a torch.nn.Module or a torch.optim.Optimizer, got "
-            f"{type(model_or_optimizer).__module__}.{type(model_or_optimizer).__qualname__}; Keras "
-            "averages inside optimizer.apply: change gradients before that"
-        )
-    if size() == 1:
-        return
-    from hvkit.frameworks.pytorch import port
-
-    if not port.reduce_gradients(parameters):
-        raise ValueError(
-            f"{type(model_or_optimizer).__name__} was not passed to hvkit.distribute, so no "
-            "gradients of it are averaged: pass the model or optimizer that was"
-        )
-
-
-@named("hvkit.average_buffers")
-def average_buffers(module: Any) -> None:
-    """Average over ranks what the forward passes of a module learn; the same on all ranks then.
-
-    These are its buffers, and in Keras the non-trainable variables of its layers: codebooks of a
-    VQ-VAE, running means of your own, the batch norm of a model that was not passed to
-    ``distribute``, as after ``torch.optim.swa_utils.update_bn``. Parameters do not change. Call it
-    after each step, so that each step begins with the same ones everywhere:
-
-        optimizer.step()
-        hvkit.average_buffers(model.codebook)
-
-    A collective: every rank must call it. Only floating-point numbers have a mean. Others stay, and
-    if they differ between ranks in the first call, rank 0 names them. A buffer that is not a mean
-    over samples, such as a sum or a quotient of two, is not what one process has: add up inside the
-    forward pass, with ``hvkit.allreduce(counts, op="sum")``, or ``hvkit.allgather`` in a graph of
-    TensorFlow.
-
-    Args:
-        module: a ``torch.nn.Module``, a Keras model or layer, or a list of them. In Keras also
-            inside a ``tf.function``.
-
-    Raises:
-        TypeError: it is none of these; on every rank.
-        RanksDisagreeError: the ranks' buffers differ in number, name, shape or dtype.
-    """
-    modules = list(module) if isinstance(module, list | tuple) else [module]
-    torch, keras = sys.modules.get("torch"), sys.modules.get("keras")
-    in_keras = keras is not None and all(isinstance(each, keras.layers.Layer) for each in modules)
-    buffers: Any
-    if in_keras and keras_framework() is KERAS_ON_PYTORCH:
-        from hvkit.frameworks.keras import on_pytorch as buffers
-    elif in_keras:
-        from hvkit.frameworks.keras import buffers
-    elif torch is not None and all(isinstance(each, torch.nn.Module) for each in modules):
-        from hvkit.frameworks.pytorch import buffers
-    else:
-        problem = TypeError(
-            "average_buffers takes a torch.nn.Module, or a Keras model or layer, or a list of "
-            f"them, got {module!r} of type {type(module).__name__}"
-        )
-        raise_together(problem, "average_buffers")
-    if size() > 1:
-        refuse_groups("hvkit.average_buffers", [each for each in modules if framework_of(each)])
-        buffers.average(modules)
