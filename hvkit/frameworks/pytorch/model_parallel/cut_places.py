@@ -7,6 +7,7 @@ an output of a module: a later stage receives it where that module returns it.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,27 +125,23 @@ class ForwardTrace(EachOperation):
         self._buffer_at = {storage_of(b): name for name, b in buffers.items()}
         self.time = 0
         self.uses: dict[torch.Tensor, list[int]] = {}
-        # By buffer, when it was changed last.
-        self.writes: dict[str, int] = {}
+        self.writes: dict[str, int] = {}  # by buffer, when it was changed last
         # When the forward has read values that depend on weights, in which modules' own code, and
         # PyTorch's error at the first of these.
         self.value_reads: list[int] = []
         self.value_readers: dict[str, None] = {}
         self.read_error: Exception | None = None
-        # By module, when its first call began.
-        self.begun: dict[str, int] = {}
+        self.begun: dict[str, int] = {}  # by module, when its first call began
         # When a tensor was used and made; the tensor itself, so that no other one gets its id.
         self._tensor_uses: list[tuple[int, int, torch.Tensor]] = []
         # When memory was changed in place, and the number of its storage.
         self._changes: list[tuple[int, int]] = []
         # By storage that an operation has filled with results of weights: when, and the tensor.
         self._filled: dict[int, tuple[int, torch.Tensor]] = {}
-        # By module, its running calls: how many calls had ended before, the arguments, and what the
-        # call might change. A call that an error ends leaves one behind.
-        self._running: dict[str, list[tuple[int, Any, Any]]] = {}
-        # The modules that are running, the innermost last.
-        self._inside: list[str] = []
-        self._count: dict[str, int] = {}
+        # The running calls of modules, the innermost last: how many calls had ended before, the
+        # arguments, and what the call might change. A call that an error ends leaves one behind.
+        self._running: list[tuple[str, int, list[Any], Any]] = []
+        self._count: Counter[str] = Counter()
         self._calls: list[_Call] = []
         # By the id of a tensor, the number of the call in ``_calls`` that has returned it first.
         self._first: dict[int, int] = {}
@@ -212,7 +209,7 @@ class ForwardTrace(EachOperation):
 
     def note_value_read(self, error: Exception) -> None:
         self.value_reads.append(self.time)
-        self.value_readers[self._inside[-1] if self._inside else ""] = None
+        self.value_readers[self._running[-1][0] if self._running else ""] = None
         self.read_error = self.read_error or error
 
     @staticmethod
@@ -225,14 +222,11 @@ class ForwardTrace(EachOperation):
         return calls_watched(self._modules, self._begin, self._end, before_hooks=False)
 
     def _begin(self, name: str, args: Any, kwargs: Any) -> None:
-        if not name:
-            return
-        self._inside.append(name)
-        self.begun.setdefault(name, self.time)
-        self._count[name] = self._count.get(name, 0) + 1
-        before = self._side_outputs.changeable(self._modules[name], args, kwargs)
-        arguments = tree_leaves((args, kwargs))
-        self._running.setdefault(name, []).append((len(self._calls), arguments, before))
+        if name:
+            self.begun.setdefault(name, self.time)
+            self._count[name] += 1
+            before = self._side_outputs.changeable(self._modules[name], args, kwargs)
+            self._running.append((name, len(self._calls), tree_leaves((args, kwargs)), before))
 
     def _end(self, name: str, args: Any, kwargs: Any, output: Any) -> None:
         if not name:
@@ -240,36 +234,26 @@ class ForwardTrace(EachOperation):
                 self._note_new_buffers(each, module)
             return
         module = self._modules[name]
-        while self._inside and self._inside.pop() != name:
+        while (running := self._running.pop())[0] != name:
             pass  # an error has ended the call of a module inside
-        earlier, arguments, before = self._running[name].pop()
+        _, earlier, arguments, before = running
         self._note_new_buffers(name, module)
         now = self._side_outputs.changeable(module, args, kwargs)
         # A number may follow from a value that other ranks do not have.
         has_side_effects = now != before if self.value_reads else now[0] != before[0]
-        flops = self._flops.get_total_flops()
-        if any(not isinstance(t, torch.Tensor | None) for t in tree_leaves(output)):
-            return  # as a number, which may be another one in the next call
-        if is_recomputed_within(module):
+        # A number, for example, may be another one in the next call.
+        fixed = all(isinstance(t, torch.Tensor | None) for t in tree_leaves(output))
+        if not fixed or is_recomputed_within(module):
             return
-        tensors, structure = tensors_in(output), structure_of(output)
+        tensors, flops = tensors_in(output), self._flops.get_total_flops()
         with torch._C.DisableTorchFunction():  # this is no use of them
             requires_grad = [t.requires_grad for t in tensors]
         for t in tensors:
             self._first.setdefault(id(t), len(self._calls))
+        result = tensors, structure_of(output), requires_grad
+        kept = self._side_outputs.tensors()
         self._calls.append(
-            _Call(
-                name,
-                earlier,
-                self.time,
-                flops,
-                tensors,
-                structure,
-                requires_grad,
-                arguments,
-                has_side_effects,
-                *self._side_outputs.tensors(),
-            )
+            _Call(name, earlier, self.time, flops, *result, arguments, has_side_effects, *kept)
         )
 
     def _note_new_buffers(self, name: str, module: nn.Module) -> None:
@@ -300,8 +284,11 @@ class ForwardTrace(EachOperation):
         such by a few operations, or be a side output that the forward keeps for the script.
         """
         found: list[ModuleCut] = []
-        once = [each for each in self._calls if self._count[each.module] == 1]
-        ended = [each for each in once if not each.is_inside_a_function]
+        ended = [
+            each
+            for each in self._calls
+            if self._count[each.module] == 1 and not each.is_inside_a_function
+        ]
         for i, each in enumerate(ended):
             crossing = self._crossing(each.time)
             new = [t for t in each.tensors if self._is_new(t, each)]
@@ -321,21 +308,14 @@ class ForwardTrace(EachOperation):
             sent = [t for n, t in others.items() if own[n]]
             if None in known or _share_memory([*new, *sent], len(sent)):
                 continue
-            returned = [own.get(id(t)) for t in each.tensors]
-            aliases = [None if output is None else skips.index(output) for output in returned]
-            place = ModuleCut(
-                each.module,
-                each.time,
-                bytes_of([*new, *others.values()]),
-                each.flops,
-                each.structure,
-                skips,
-                tuple(aliases),
-            )
+            nbytes = bytes_of([*new, *others.values()])
+            returned = (own.get(id(t)) for t in each.tensors)
+            aliases = tuple(None if o is None else skips.index(o) for o in returned)
             # If modules end together, take the outermost.
             if found and found[-1].time == each.time:
                 found.pop()
-            found.append(place)
+            sizes = nbytes, each.flops
+            found.append(ModuleCut(each.module, each.time, *sizes, each.structure, skips, aliases))
         return found
 
     def _crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
@@ -355,16 +335,15 @@ class ForwardTrace(EachOperation):
         self, t: torch.Tensor, ended: Sequence[_Call], call: _Call
     ) -> list[ModuleOutput] | None:
         """The outputs from which a later stage can compute a tensor; None if it cannot."""
-        if (output := self._output_of(t, ended, call.time)) is not None:
+        if output := self._output_of(t, ended, call.time):
             return [output]
         if _is_in(t, call.side_outputs):
             return []
+        terms = getattr(t, _FROM, None)
+        if t.dim() > 1 or not terms or self._is_changed(t, getattr(t, _BORN), call.time):
+            return None
         found: list[ModuleOutput] = []
-        if t.dim() > 1 or not hasattr(t, _FROM):
-            return None
-        if self._is_changed(t, getattr(t, _BORN), call.time):
-            return None
-        for each in getattr(t, _FROM):
+        for each in terms:
             if isinstance(each, nn.Parameter):
                 return None
             if _depends(each):
@@ -383,11 +362,11 @@ class ForwardTrace(EachOperation):
         count.
         """
         for each in ended:
-            numbers = [number for number, own in enumerate(each.tensors) if own is t]
-            if not numbers or each.has_side_effects or not self._is_new(t, each):
+            number = next((i for i, own in enumerate(each.tensors) if own is t), None)
+            if number is None or each.has_side_effects or not self._is_new(t, each):
                 continue
             if not self._is_changed(t, each.time, time):
-                return ModuleOutput(each.module, numbers[0])
+                return ModuleOutput(each.module, number)
         return None
 
 
