@@ -109,28 +109,14 @@ def _read_line(text: str) -> tuple[Host, _Form | None] | None:
     if "=" in first:
         raise HostfileError(f"a line starts with a host, got {shown(first)}")
     name, user, slots = _host_word(first)
-    if slots is not None:
-        return _in_mpichs_form(name, user, slots, words), _MPICH
-    return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
-
-
-def _in_mpichs_form(name: str, user: str | None, slots: str, words: list[str]) -> Host:
-    for word in words:
-        keyword, equals, value = word.partition("=")
-        if keyword in _KEYWORDS:
-            raise HostfileError(
-                f"{shown(word)} is Open MPI's form, but the slots after the host's colon are "
-                "MPICH's: use one form"
-            )
-        if keyword != "user" or not equals:
-            raise HostfileError(
-                f"{shown(word)} is not supported after host:slots: of MPICH's options for a host, "
-                "hvkit reads user= only"
-            )
-        if user is not None:
-            raise HostfileError(f"{shown(word)}: the user is set twice: keep one")
-        _, user, _ = _host_word(f"{value}@{name}")
-    return Host(name, count(slots, "slots"), user)
+    if slots is None:
+        return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
+    if words:
+        raise HostfileError(
+            f"nothing may follow host:slots, got {shown(words[0])}: slots=N is Open MPI's form, "
+            "and a user goes before the host, user@host:slots"
+        )
+    return Host(name, count(slots, "slots"), user), _MPICH
 
 
 def _open_mpis_slots(words: list[str]) -> int | None:

@@ -280,8 +280,7 @@ class _Supervision:
     def left(self) -> Outcome:
         """Report that the ranks have left after SIGTERM."""
         got = self.reports.terminated
-        hosts = ", ".join(sorted(set(got.values())))
-        who = f"{ranks_text(sorted(got))} on {hosts} got SIGTERM" if got else "after SIGTERM"
+        who = f"{_on_hosts(got)} got SIGTERM" if got else "after SIGTERM"
         reason = f"{who}; all ranks have saved step {self.reports.saved} and left"
         self.screen.say(f"hvkit run: {reason}")
         more = {"restartable": True, "preempted": True, "terminated": frozenset(got)}
@@ -338,11 +337,16 @@ class _Supervision:
 
     def launcher_failed(self, status: int) -> str:
         """Why the launcher ended with this status, although no rank has failed by itself."""
-        ended, started = self.supervisor.ended_well, len(self.supervisor.ranks)
+        ranks = self.supervisor.ranks
+        ended = {n: each.host for n, each in ranks.items() if each.ended and not each.failed}
+        started = len(ranks)
         if 0 < len(ended) < started:
-            hosts = ", ".join(sorted({host for _, host in ended}))
-            who = f"{ranks_text([number for number, _ in ended])} on {hosts}"
-            why = f"{who} ended with exit status 0 before the others, which it then ended"
+            why = f"{_on_hosts(ended)} ended with exit status 0 before the others, which it then ended"
         else:
             why = f"{started} of {self.run.size} ranks had started"
         return f"{self.run.launcher} ended with exit status {status}; {why}"
+
+
+def _on_hosts(ranks: Mapping[int, str]) -> str:
+    """Ranks and their hosts: ``ranks 0, 1 on node1, node2``."""
+    return f"{ranks_text(sorted(ranks))} on {', '.join(sorted(set(ranks.values())))}"

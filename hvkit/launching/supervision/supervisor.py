@@ -123,12 +123,6 @@ class Supervisor:
                 self._cannot_write(problem)
 
     @property
-    def ended_well(self) -> list[tuple[int, str]]:
-        """The ranks that have ended with exit status 0, with their hosts."""
-        ranks = sorted(self.ranks.items())
-        return [(each, rank.host) for each, rank in ranks if rank.ended and not rank.failed]
-
-    @property
     def all_ended(self) -> bool:
         """Whether the exit status of every rank is known."""
         return sum(rank.ended for rank in list(self.ranks.values())) == self.size

@@ -315,14 +315,6 @@ def test_a_traceback_behind_a_progress_bar_begins_on_a_line_of_its_own(shown, fl
     assert b"".join(data for _, data in shown) == b"\r 50%\n" + VALUE_ERROR
 
 
-def test_the_last_words_do_not_stand_behind_a_progress_bar_in_the_report(shown):
-    rank = output_of(shown, b"\r 10%", b"\r 80%")
-    rank.write(OUT, b"epoch 1\n")
-    for data in (b"all wrong", b"\n"):
-        rank.write(ERR, data)
-    assert rank.last_lines() == ["epoch 1", " 80%", "all wrong"]
-
-
 def test_overwritten_text_of_a_progress_bar_is_not_in_the_report(shown):
     rank = output_of(shown, b"\rstep", b" 3", b"\rstep", b" 4", b"\r\x1b[K", b"done\n")
     assert not any("3" in line for line in rank.last_lines())
