@@ -4,7 +4,7 @@
 
     gpipe      cuts that make stages even, the sizes of micro-batches, and the order of work: which
                stage computes which micro-batch when, and sends it where
-    channel    messages between ranks, how long a rank waits for them, and equal batches
+    messages   messages between ranks, how long a rank waits for them, and equal batches
 
 These modules import no framework. A framework offers two things: ``StageWork``, which computes a
 stage forward and backward, and a ``Channel``, which sends and receives its tensors. The ports with

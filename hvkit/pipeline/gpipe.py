@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 from hvkit.errors import HvkitError, RankLostError
-from hvkit.pipeline.channel import Channel, TensorSpec
+from hvkit.pipeline.messages import Channel, TensorSpec
 
 BALANCES = "flops", "bytes"
 """The measures of a stage that cuts can balance."""

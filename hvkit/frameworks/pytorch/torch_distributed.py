@@ -22,7 +22,7 @@ from hvkit import runtime
 from hvkit.communication import collectives
 from hvkit.errors import LaunchError
 from hvkit.host.network import addresses_for_others, interface_towards
-from hvkit.pipeline.channel import Channel, TensorSpec
+from hvkit.pipeline.messages import Channel, TensorSpec
 from hvkit.transport.traffic import count
 
 # Seconds to try one address of rank 0's host.

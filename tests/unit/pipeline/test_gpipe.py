@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvkit.errors import HvkitError
-from hvkit.pipeline.channel import Channel, TensorSpec
 from hvkit.pipeline.gpipe import GPipe
+from hvkit.pipeline.messages import Channel, TensorSpec
 
 PARTS = [1.0, 2.0, 3.0]
 

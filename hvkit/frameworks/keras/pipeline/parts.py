@@ -21,8 +21,8 @@ from hvkit.frameworks.keras.divided_state import gathered as gathered_optimizer
 from hvkit.frameworks.keras.optimizers import calls_of_apply
 from hvkit.frameworks.keras.pipeline.layer_graph import stage_of
 from hvkit.frameworks.keras.pipeline.tensors import Tensors
-from hvkit.pipeline.channel import Channel
 from hvkit.pipeline.gpipe import Stages
+from hvkit.pipeline.messages import Channel
 
 Array = np.ndarray[Any, Any]
 

@@ -20,8 +20,8 @@ from keras.src import backend, tree
 
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, Stage, set_mask, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelParts
-from hvkit.pipeline.channel import NO_TENSOR, refuse_other_batches
 from hvkit.pipeline.gpipe import GPipe, Specs, sizes_of
+from hvkit.pipeline.messages import NO_TENSOR, refuse_other_batches
 
 # Sent instead of a norm if the weight has no gradient.
 _NO_GRADIENT = -1.0

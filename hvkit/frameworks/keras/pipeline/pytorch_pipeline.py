@@ -26,7 +26,7 @@ from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, T
 from hvkit.frameworks.pytorch import PyTorchPort, torch_distributed
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
-from hvkit.pipeline.channel import Channel
+from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
 from hvkit.sync.port import Keeper, Record, remember
 

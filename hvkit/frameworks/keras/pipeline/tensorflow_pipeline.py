@@ -23,7 +23,7 @@ from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, T
 from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply, finite_in
 from hvkit.frameworks.keras.tensorflow.wire import values_of
 from hvkit.mesh import MeshOptions
-from hvkit.pipeline.channel import Channel
+from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
 from hvkit.sync.port import Keeper, Record

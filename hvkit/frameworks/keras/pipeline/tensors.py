@@ -18,7 +18,7 @@ from hvkit import runtime
 from hvkit.communication.collectives import open_mailbox
 from hvkit.frameworks.keras.backends import numpy_dtype
 from hvkit.mesh import MeshOptions
-from hvkit.pipeline.channel import Channel, TensorSpec
+from hvkit.pipeline.messages import Channel, TensorSpec
 from hvkit.transport.mailbox import Mailbox
 
 _tags = itertools.count()

@@ -25,7 +25,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import call_key, tenso
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.log import shortened
 from hvkit.mesh import AXES, Axis, MeshOptions, rows
-from hvkit.pipeline.channel import refuse_other_batches
+from hvkit.pipeline.messages import refuse_other_batches
 from hvkit.runtime import all_ranks
 
 _LARGEST_SEED = 2**62

@@ -36,8 +36,8 @@ from hvkit.frameworks.pytorch.model_parallel.tensor_trees import (
 )
 from hvkit.frameworks.pytorch.refusals import is_in_pipeline
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel, empty
-from hvkit.pipeline.channel import TensorSpec, in_pass
 from hvkit.pipeline.gpipe import GPipe, Specs
+from hvkit.pipeline.messages import TensorSpec, in_pass
 
 
 class _Received(torch.autograd.Function):

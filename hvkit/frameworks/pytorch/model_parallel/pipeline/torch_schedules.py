@@ -37,7 +37,7 @@ from hvkit.frameworks.pytorch.model_parallel.pipeline.pipelined_model import (
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in, with_tensors
 from hvkit.frameworks.pytorch.torch_distributed import empty
 from hvkit.main_rank import warn_once
-from hvkit.pipeline.channel import StageTimes, TensorSpec
+from hvkit.pipeline.messages import StageTimes, TensorSpec
 from hvkit.transport.traffic import count
 
 GPIPE = "GPipe"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvkit.pipeline import channel
-from hvkit.pipeline.channel import StageTimes
+from hvkit.pipeline import messages
+from hvkit.pipeline.messages import StageTimes
 from hvkit.watch import calls
 from hvkit.watch.spans import WAITING, observe
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
             return self.now
 
     found = Clock()
-    for module in (channel, calls):
+    for module in (messages, calls):
         monkeypatch.setattr(module, "time", found)
     return found
 
