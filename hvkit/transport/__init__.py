@@ -3,8 +3,8 @@
 ::
 
     engines                the one place that imports Horovod's collectives
-    jax_engine             the same for JAX, whose processes have their own collectives on arrays
-    host_collectives       collectives by MPI or TCP, for hvkit's messages between JAX's ranks
+    jax_engine             the same for JAX without Horovod: starts JAX's processes, and sums and
+                           sends arrays in host memory by MPI or TCP
     mailbox                messages between two ranks; the one place that imports mpi4py
     traffic                hvkit.traffic: bytes sent, by purpose
 """

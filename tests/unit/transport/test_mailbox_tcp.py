@@ -10,7 +10,7 @@ import pytest
 
 from hvkit.connections import connect, frame
 from hvkit.errors import LaunchError, RankLostError, RanksDisagreeError
-from hvkit.transport.host_collectives import TcpCollectives, _LauncherStore
+from hvkit.transport.jax_engine import TcpCollectives, _LauncherStore
 from hvkit.transport.mailbox import TcpMailbox
 
 KEY = b"k" * 32
