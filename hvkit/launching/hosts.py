@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from hvkit.errors import HostfileError, UsageError
 
@@ -25,10 +24,6 @@ class Host:
     slots: int | None = None
     user: str | None = None  # for ssh; None for the user of this process
 
-
-_Form = Literal["Open MPI's", "MPICH's"]
-_OPEN_MPI: _Form = "Open MPI's"
-_MPICH: _Form = "MPICH's"
 
 # A file larger than any cluster needs is some other file.
 _MOST_BYTES = 16 * 2**20
@@ -68,55 +63,40 @@ def read_hostfile(path: Path, *, add_up: bool = False) -> tuple[Host, ...]:
 def parse_hostfile(text: str, name: str, *, add_up: bool = False) -> tuple[Host, ...]:
     """The hosts in a hostfile's text; ``name`` is the file's, for errors.
 
-    The first line that is not a bare name decides on the form of the file: ``node1 slots=4`` is
-    Open MPI's, ``node1:4`` is MPICH's. In a file of MPICH's form a bare name has one slot.
+    A line ``node1 slots=4`` has Open MPI's form, and ``node1:4`` has MPICH's. In a file with a line
+    of MPICH's form, a bare name has one slot.
     """
     hosts: dict[str, Host] = {}
-    first: tuple[str, _Form] | None = None
+    of_mpich = False
     for number, line in enumerate(text.split("\n"), start=1):
         position = f"line {number}"
-        try:
-            found = _read_line(line.removesuffix("\r"))
-        except HostfileError as error:
-            raise HostfileError(f"{name}: {position}: {error}") from None
-        if found is None:
-            continue
-        hosts[position], form = found
-        if form is None:
-            continue
-        first = first or (position, form)
-        if form != first[1]:
-            raise HostfileError(
-                f"{name}: {position}: is in {form} form but {first[0]} is in {first[1]}: "
-                "use `node1 slots=4` or `node1:4` throughout"
-            )
+        if content := line.removesuffix("\r").partition("#")[0].strip(_SPACE):
+            try:
+                hosts[position], in_mpichs_form = _read_line(content)
+            except HostfileError as error:
+                raise HostfileError(f"{name}: {position}: {error}") from None
+            of_mpich |= in_mpichs_form
     if not hosts:
         raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
-    if first is not None and first[1] == _MPICH:
+    if of_mpich:
         hosts = {at: replace(host, slots=host.slots or 1) for at, host in hosts.items()}
     return (_added_up if add_up else _distinct)(hosts, name)
 
 
-def _read_line(text: str) -> tuple[Host, _Form | None] | None:
-    """The host of a line, and the form of the line; ``None`` if it is blank or a comment.
-
-    A bare name has no form: both have it.
-    """
-    content = text.partition("#")[0].strip(_SPACE)
-    if not content:
-        return None
+def _read_line(content: str) -> tuple[Host, bool]:
+    """The host of a line, and whether the line has MPICH's form."""
     first, *words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
     if "=" in first:
         raise HostfileError(f"a line starts with a host, got {shown(first)}")
     name, user, slots = _host_word(first)
     if slots is None:
-        return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
+        return Host(name, _open_mpis_slots(words), user), False
     if words:
         raise HostfileError(
             f"nothing may follow host:slots, got {shown(words[0])}: slots=N is Open MPI's form, "
             "and a user goes before the host, user@host:slots"
         )
-    return Host(name, count(slots, "slots"), user), _MPICH
+    return Host(name, count(slots, "slots"), user), True
 
 
 def _open_mpis_slots(words: list[str]) -> int | None:

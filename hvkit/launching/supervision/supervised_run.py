@@ -341,7 +341,8 @@ class _Supervision:
         ended = {n: each.host for n, each in ranks.items() if each.ended and not each.failed}
         started = len(ranks)
         if 0 < len(ended) < started:
-            why = f"{_on_hosts(ended)} ended with exit status 0 before the others, which it then ended"
+            before = "ended with exit status 0 before the others, which it then ended"
+            why = f"{_on_hosts(ended)} {before}"
         else:
             why = f"{started} of {self.run.size} ranks had started"
         return f"{self.run.launcher} ended with exit status {status}; {why}"
