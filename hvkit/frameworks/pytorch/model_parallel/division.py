@@ -5,10 +5,10 @@ from __future__ import annotations
 import bisect
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.log import shortened
 from hvkit.main_rank import warn_once
 from hvkit.mesh import MeshOptions
+
+T = TypeVar("T")
 
 
 def decide(
@@ -160,31 +162,31 @@ def _with_other_mode(
     if len(places) < cuts or not chosen:  # the cuts of this mode do not fit the other
         places = found.places
 
+    known = [(p.time, other_places[p.name].time) for p in places if p.name in other_places]
+
     def here(time: int) -> int:
         """A time between the same places in the mode of the first call."""
-        before = [
-            p.time for p in places if p.name in other_places and other_places[p.name].time < time
-        ]
-        return max(before, default=0) + 1
+        return max((own for own, others in known if others < time), default=0) + 1
 
-    more = {n: tuple(map(here, t)) for n, t in other.uses.items() if n not in found.uses}
-    calls = {n: here(t + 1) - 1 for n, t in other.calls.items() if n not in found.calls}
-    writes = {n: here(t) for n, t in other.writes.items() if n not in found.writes}
+    def with_more(own: Mapping[str, T], others: Mapping[str, T], at: Callable[[T], T]) -> Any:
+        return {**own, **{name: at(t) for name, t in others.items() if name not in own}}
+
+    def union(own: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys((*own, *others)))
+
     both = found.calls.keys() & other.calls.keys()
     different = both & (set(found.shape_only) ^ set(other.shape_only))
-    shape_only = [
-        n for n in dict.fromkeys((*found.shape_only, *other.shape_only)) if n not in different
-    ]
+    shape_only = union(found.shape_only, other.shape_only)
     return replace(
         found,
         places=places,
-        shape_only=tuple(shape_only),
-        uses={**found.uses, **more},
-        calls={**found.calls, **calls},
-        writes={**found.writes, **writes},
-        side_outputs=tuple(dict.fromkeys((*found.side_outputs, *other.side_outputs))),
-        reading=tuple(dict.fromkeys((*found.reading, *other.reading))),
-        value_readers=tuple(dict.fromkeys((*found.value_readers, *other.value_readers))),
+        shape_only=tuple(name for name in shape_only if name not in different),
+        uses=with_more(found.uses, other.uses, lambda times: tuple(map(here, times))),
+        calls=with_more(found.calls, other.calls, lambda time: here(time + 1) - 1),
+        writes=with_more(found.writes, other.writes, here),
+        side_outputs=union(found.side_outputs, other.side_outputs),
+        reading=union(found.reading, other.reading),
+        value_readers=union(found.value_readers, other.value_readers),
         read_error=found.read_error or other.read_error,
     )
 
@@ -275,8 +277,8 @@ def warn_of_microbatches(
 def _iterates(model: nn.Module) -> bool:
     """Whether a layer has spectral norm, PyTorch's new or old one, which updates in each call."""
     modules = [each for each in model.modules() if each.training]
-    hooks = [hook for each in modules for hook in each._forward_pre_hooks.values()]
-    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in [*modules, *hooks])
+    hooks = (hook for each in modules for hook in each._forward_pre_hooks.values())
+    return any(isinstance(each, _SpectralNorm | SpectralNorm) for each in (*modules, *hooks))
 
 
 def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
@@ -285,7 +287,7 @@ def outside_divided_layers(found: DryRun, plan: TensorPlan) -> DryRun:
     inner = [name for name in plan.divisions if name not in found.calls]
     whole = {*inner, *(name.rpartition(".")[0] for name in inner)}
     whole |= {name for name, division in plan.divisions.items() if division.by_itself}
-    in_order = sorted(plan.divisions.keys() - whole, key=lambda name: found.calls[name])
+    in_order = sorted(plan.divisions.keys() - whole, key=found.calls.__getitem__)
     begins: int | None = None
     inside: list[tuple[int, int]] = []
     for name in in_order:
