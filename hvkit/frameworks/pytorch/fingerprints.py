@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ def fingerprints_of(tensors: Sequence[torch.Tensor]) -> list[Rows]:
         if device.type == "cpu":
             computed = list(torch.stack([_row(flat) for flat in flats]).numpy())
         else:
-            computed = rows_together(flats)
+            computed = rows_together(flats, len(numbers))
         for i, each in zip(numbers, computed, strict=True):
             rows[i] = each
     return rows
@@ -144,38 +144,17 @@ _TOGETHER, _SEGMENT = 4 * BLOCK, 1 << 10
 
 
 @torch.no_grad()
-def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
+def rows_together(flats: Iterable[torch.Tensor], count: int) -> list[Rows]:
     """The fingerprints of vectors on a GPU, which takes few kernels for all, and one wait.
 
     Starting a kernel takes the host longer than the GPU needs for one of a model's hundreds of
     tensors.
     """
-    count = 0
-    # Blocks that are still to be added up, of each dtype, and their segments; then which block of
-    # which tensor each sum is of, and of how many segments.
-    waiting: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = {}
-    segments: Counter[torch.dtype] = Counter()
-    positions: list[tuple[int, int, int]] = []
-    sums: list[torch.Tensor] = []
-
-    def add_up(blocks: list[tuple[int, int, torch.Tensor]]) -> None:
-        positions.extend((i, b, _segments(block)) for i, b, block in blocks)
-        sums.append(_sums_of_segments([block for *_, block in blocks]))
-        blocks.clear()
-
-    for i, flat in enumerate(flats):
-        count = i + 1
-        blocks = waiting.setdefault(flat.dtype, [])
-        for b, block in enumerate(torch.split(flat, BLOCK) if flat.numel() else ()):
-            if blocks and (segments[flat.dtype] + _segments(block)) * _SEGMENT > _TOGETHER:
-                add_up(blocks)
-                segments[flat.dtype] = 0
-            blocks.append((i, b, block))
-            segments[flat.dtype] += _segments(block)
-    for blocks in filter(None, waiting.values()):
-        add_up(blocks)
-
     bits, values = np.zeros(count, np.int64), np.zeros((count, 2))
+    positions, sums = [], []
+    for blocks in _blocks_together(flats):
+        positions += [(i, b, _segments(block)) for i, b, block in blocks]
+        sums.append(_sums_of_segments([block for *_, block in blocks]))
     if sums:
         of_segments = torch.cat(sums, dim=1).cpu().numpy()
         starts = np.cumsum([0, *(number for *_, number in positions[:-1])])
@@ -189,6 +168,22 @@ def rows_together(flats: Iterable[torch.Tensor]) -> list[Rows]:
                 bits[i] = bits[i] * PRIME + of_block
                 values[i] += projection * signs[b % BLOCK], square
     return [fingerprints.row(int(n), *both) for n, both in zip(bits, values, strict=True)]
+
+
+def _blocks_together(
+    flats: Iterable[torch.Tensor],
+) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+    """Lists of blocks of one dtype: the tensor, which of its blocks it is, and its numbers."""
+    waiting: dict[torch.dtype, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
+    segments: Counter[torch.dtype] = Counter()
+    for i, flat in enumerate(flats):
+        for b, block in enumerate(torch.split(flat, BLOCK) if flat.numel() else ()):
+            segments[flat.dtype] += _segments(block)
+            if waiting[flat.dtype] and segments[flat.dtype] * _SEGMENT > _TOGETHER:
+                yield waiting.pop(flat.dtype)
+                segments[flat.dtype] = _segments(block)
+            waiting[flat.dtype].append((i, b, block))
+    yield from waiting.values()
 
 
 def _segments(block: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ def in_torch_together(array):
     tensor = _tensor(array)
     others = [tensor.reshape(-1)[:3].clone(), torch.arange(5)]
     flats = [of_tensors._flat(each) for each in [others[0], tensor, others[1], others[0]]]
-    return of_tensors.rows_together(flats)[1]
+    return of_tensors.rows_together(flats, len(flats))[1]
 
 
 def _tensor(array):
@@ -185,7 +185,8 @@ def test_a_gpu_computes_the_same_of_many_tensors_together(monkeypatch):
         _tensor(values("float32", n)).mul(50).to(dtype)
         for n, dtype in (*itertools.product(lengths, dtypes), *large)
     ]
-    together = of_tensors.rows_together([of_tensors._flat(each) for each in tensors])
+    flats = [of_tensors._flat(each) for each in tensors]
+    together = of_tensors.rows_together(flats, len(flats))
     for one, other in zip(of_tensors.fingerprints_of(tensors), together, strict=True):
         assert one[0] == other[0]
         assert np.allclose(one[1:].view(np.float64), other[1:].view(np.float64), 1e-12, 1e-9)
