@@ -69,7 +69,7 @@ def settled(*things: Any) -> Iterator[None]:
 
 
 def _require_module(thing: Any) -> None:
-    from hvkit.frameworks.jax.arrays import is_nnx
+    from hvkit.frameworks.jax.trees import is_nnx
 
     if not is_nnx(thing):
         raise TypeError(

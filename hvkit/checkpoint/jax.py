@@ -30,16 +30,13 @@ from hvkit.checkpoint.saved_object import (
 from hvkit.frameworks.jax.arrays import (
     gathered,
     is_array,
-    is_nnx,
     is_replicated,
     local_data,
-    named_leaves,
     shape_in_host,
     to_host,
-    tree_of,
     with_numbers,
-    with_tree,
 )
+from hvkit.frameworks.jax.trees import is_nnx, named_leaves, tree_of, with_tree
 from hvkit.random_states import Arrays
 from hvkit.sync.fingerprints import Compared, fingerprint
 

@@ -76,7 +76,7 @@ def part_for(name: str, obj: Any, models: list[Any]) -> Part:
 
         return CallbackPart(name, obj)
     if "jax" in sys.modules:
-        from hvkit.frameworks.jax.arrays import is_nnx
+        from hvkit.frameworks.jax.trees import is_nnx
 
         if is_nnx(obj) or isinstance(obj, SimpleNamespace):
             from hvkit.checkpoint.jax import ArraysPart

@@ -3,10 +3,10 @@
 ::
 
     port           the steps of ``hvkit.distribute``, and its refusals
-    arrays         models as trees of arrays, their shardings over the mesh of all ranks' devices,
-                   and updates whose results stay divided
+    trees          models and optimizers as trees of arrays
+    arrays         arrays of all ranks' devices, and their shardings
     batches        ``hvkit.batch``: the ranks' batches as one array; comparisons of weights
     local_weights  for LocalSGD and DiLoCo: local weights of modules of NNX
-"""
 
-from hvkit.frameworks.jax.port import JaxPort as JaxPort
+``hvkit.allreduce`` sums arrays of a single rank, by ``hvkit.transport.jax_engine``.
+"""

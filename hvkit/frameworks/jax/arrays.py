@@ -1,7 +1,4 @@
-"""Models and optimizers of JAX as trees of arrays, and their shardings over all ranks' devices.
-
-A model is a ``flax.nnx.Module``, whose arrays are set in place, or a pytree, of which a new one is
-made: Flax's ``TrainState``, a module of Equinox, or a dict of parameters.
+"""Arrays of all ranks' devices: their shardings, and their numbers in host memory.
 
 Ranks along the axes data and shard have different parts of each batch, ranks along the axis tensor
 have the same part. A weight is whole on each device, or divided along its longest dimension. In a
@@ -13,10 +10,7 @@ accordingly, and adds the collectives.
 
 from __future__ import annotations
 
-import copy
-import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -28,248 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hvkit import mesh as rank_mesh
 from hvkit import runtime
 from hvkit.communication.collectives import broadcast_state
-
-_COUNTED = re.compile(r"_\d+(?=[_/]|$)")
-
-
-def is_nnx(thing: object) -> bool:
-    """Whether arrays are set inside this object: a module or optimizer of Flax NNX."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(thing, nnx.Module | nnx.Optimizer)
-
-
-def is_keras(thing: object) -> bool:
-    keras = sys.modules.get("keras")
-    return keras is not None and isinstance(thing, keras.Model | keras.optimizers.Optimizer)
-
-
-def is_mutable(thing: object) -> bool:
-    """Whether arrays are set inside this object, so that it stays the same one."""
-    return is_nnx(thing) or is_keras(thing)
-
-
-def tree_of(thing: Any) -> Any:
-    """The arrays of a model or an optimizer, as a pytree."""
-    if is_nnx(thing):
-        return sys.modules["flax.nnx"].state(thing)
-    if is_keras(thing):
-        return {name: v._value for name, v in _variables(thing).items()}
-    return thing
-
-
-def weights_of(model: Any) -> Any:
-    """As ``tree_of``, also inside Keras's ``fit``, which then holds the values of the model."""
-    in_fit = getattr(model, "_jax_state", None) if is_keras(model) else None
-    if not in_fit or model._jax_state_synced:
-        return tree_of(model)
-    states = getattr(getattr(model, "optimizer", None), "variables", ())
-    variables = [*model.variables, *states]
-    by_role = {
-        "trainable_variables": model.trainable_variables,
-        "non_trainable_variables": model.non_trainable_variables,
-        "optimizer_variables": states,
-    }
-    values = {
-        id(variable): value
-        for role, group in by_role.items()
-        for variable, value in zip(group, in_fit.get(role) or (), strict=False)
-    }
-    tree = {_name_of(i, v): values[id(v)] for i, v in enumerate(variables) if id(v) in values}
-    alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-    return tree if alive else {}  # the step that runs has taken them over
-
-
-def with_tree(thing: Any, tree: Any) -> Any:
-    """The model or optimizer with other arrays: the same object, or the new tree itself."""
-    if is_nnx(thing):
-        sys.modules["flax.nnx"].update(thing, tree)
-    elif is_keras(thing):
-        for name, variable in _variables(thing).items():
-            set_variable(variable, tree[name])
-    return thing if is_mutable(thing) else tree
-
-
-def _variables(thing: Any) -> dict[str, Any]:
-    """The variables of a model or an optimizer of Keras that have values, by name.
-
-    Without the numbers in names, in which Keras counts all layers that a rank has made: ranks
-    compare these names.
-    """
-    return {
-        _name_of(i, v): v
-        for i, v in enumerate(thing.variables)
-        if getattr(v, "_value", None) is not None
-    }
-
-
-def _name_of(number: int, variable: Any) -> str:
-    return f"{number} {_COUNTED.sub('', variable.path)}"
-
-
-def set_variable(variable: Any, array: jax.Array) -> None:
-    """Set a variable of Keras; values assigned later, as from a file, get the same sharding."""
-    variable._layout, variable._value = array.sharding, array
-
-
-def is_array(leaf: object) -> bool:
-    """Whether a leaf of a tree is an array, and no number, function or text."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def named_leaves(tree: Any, *, in_variables: bool) -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree with their names, ``params/dense/kernel``; NNX's are in variables."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        yield name.removesuffix("/value") if in_variables else name, leaf
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether it is an array of keys of ``jax.random``, which are no numbers."""
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def to_host(leaf: Any) -> np.ndarray[Any, Any]:
-    """A copy of an undivided array in host memory; a key becomes the numbers it is made of."""
-    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
-
-
-def local_data(leaf: Any) -> np.ndarray[Any, Any]:
-    """This rank's part of an array, in host memory: all of it if each device has the whole."""
-    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    if not isinstance(data, jax.Array) or data.is_fully_addressable:
-        return np.asarray(data)
-    return np.asarray(data.addressable_data(0))
-
-
-def local_index(leaf: Any) -> Any:
-    """The index of ``local_data`` in the whole array; None if it is the whole array."""
-    return None if is_replicated(leaf) else leaf.addressable_shards[0].index
-
-
-def global_array(leaf: Any, host: np.ndarray[Any, Any], sharding: ShardingOf) -> jax.Array:
-    """An array in place of a leaf, on the devices of all ranks, with numbers as from ``to_host``.
-
-    The numbers are the same on every rank.
-    """
-    # Not device_put, which would compare the numbers of all ranks.
-    sharding = replicated if is_key(leaf) else sharding
-    array = jax.make_array_from_callback(
-        host.shape, sharding(host.shape), lambda index: host[index]
-    )
-    return _as_key(leaf, array)
-
-
-def _as_key(leaf: Any, array: jax.Array) -> jax.Array:
-    """The array, or if a leaf is an array of keys, the keys with these numbers."""
-    if not is_key(leaf):
-        return array
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-
-
-def shape_in_host(leaf: Any) -> tuple[int, ...]:
-    return tuple(jax.random.key_data(leaf).shape if is_key(leaf) else leaf.shape)
-
-
-def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
-    """An array with numbers as from ``to_host``, on the same devices as a leaf.
-
-    They are the same on every rank if the array belongs to several.
-    """
-    if not isinstance(leaf, jax.Array):
-        return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
-    host = host if is_key(leaf) else host.astype(leaf.dtype)
-    if not leaf.is_fully_addressable:
-        return global_array(leaf, host, lambda shape: leaf.sharding)
-    # Not always: on a single device, an array that may go anywhere would be bound to it.
-    on_several = len(leaf.sharding.device_set) > 1 and not is_key(leaf)
-    array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
-    return _as_key(leaf, array)
-
-
-def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:
-    """A tree whose arrays have rank 0's numbers; a collective.
-
-    The sharding is over all ranks' devices; with None arrays stay on this rank's, as they are now.
-    """
-
-    def received(leaf: Any) -> Any:
-        if not is_array(leaf):
-            return leaf
-        host = to_host(leaf)
-        broadcast_state(host.reshape(-1).view(np.uint8))
-        return with_numbers(leaf, host) if sharding is None else global_array(leaf, host, sharding)
-
-    return jax.tree.map(received, gathered(tree))
-
-
-def constrained(tree: Any, sharding: ShardingOf) -> Any:
-    """Inside a compiled function: a tree whose arrays have these shardings."""
-
-    def with_sharding(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or is_key(leaf):
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf, sharding(leaf.shape))
-
-    return jax.tree.map(with_sharding, tree)
-
-
-def gathered(tree: Any) -> Any:
-    """A tree whose arrays are whole on every device; a collective, if some are divided."""
-
-    def whole_of(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-            return leaf
-        return jax.jit(lambda x: x, out_shardings=replicated(leaf.shape))(leaf)
-
-    return jax.tree.map(whole_of, tree)
-
-
-def is_replicated(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
-
-
-def is_global(thing: Any) -> bool:
-    """Whether arrays of a model or batch are on the devices of several ranks."""
-    return any(
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        for leaf in jax.tree.leaves(tree_of(thing))
-    )
-
-
-def is_transformation(thing: object) -> bool:
-    """Whether this is a transformation of Optax: it has ``init`` and ``update``, and no arrays."""
-    return callable(getattr(thing, "init", None)) and callable(getattr(thing, "update", None))
-
-
-def sharded_updates(transformation: Any, of_weights: ShardingOf, of_state: ShardingOf) -> Any:
-    """The same transformation, whose results have these shardings, so that divided arrays stay so.
-
-    XLA chooses the shardings of a compiled function's results, and might gather arrays that an
-    update has read in parts. ``ShardedOptimizer`` divides the optimizer's state (Rajbhandari et
-    al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, stage 1),
-    ``FullyShard`` and meshes the weights as well (stage 3). XLA then makes the mean of gradients a
-    reduce-scatter, and it gathers weights where a layer needs them.
-    """
-    import optax
-
-    # Others are classes with more methods, such as optax.MultiSteps.
-    is_plain = isinstance(transformation, optax.GradientTransformation)
-    inner = optax.with_extra_args_support(transformation) if is_plain else transformation
-
-    def init(params: Any) -> Any:
-        return constrained(inner.init(params), of_state)
-
-    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        changes, state = inner.update(gradients, state, params, **extra)
-        return constrained(changes, of_weights), constrained(state, of_state)
-
-    if is_plain:
-        return optax.GradientTransformationExtraArgs(init, update)
-    result = copy.copy(transformation)
-    vars(result).update(init=init, update=update)
-    return result
-
 
 LOCAL = "local"
 """The axis of the devices of one rank, if it has several."""
@@ -373,3 +125,103 @@ def fraction_held(tree: Any) -> float:
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     on_device: int = sum(prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in arrays)
     return on_device / max(1, sum(int(leaf.size) for leaf in arrays))
+
+
+def is_array(leaf: object) -> bool:
+    """Whether a leaf of a tree is an array, and no number, function or text."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is an array of keys of ``jax.random``, which are no numbers."""
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_host(leaf: Any) -> np.ndarray[Any, Any]:
+    """A copy of an undivided array in host memory; a key becomes the numbers it is made of."""
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return np.array(data, jax.dtypes.canonicalize_dtype(data.dtype), order="C")
+
+
+def local_data(leaf: Any) -> np.ndarray[Any, Any]:
+    """This rank's part of an array, in host memory: all of it if each device has the whole."""
+    data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    if not isinstance(data, jax.Array) or data.is_fully_addressable:
+        return np.asarray(data)
+    return np.asarray(data.addressable_data(0))
+
+
+def local_index(leaf: Any) -> Any:
+    """The index of ``local_data`` in the whole array; None if it is the whole array."""
+    return None if is_replicated(leaf) else leaf.addressable_shards[0].index
+
+
+def global_array(leaf: Any, host: np.ndarray[Any, Any], sharding: ShardingOf) -> jax.Array:
+    """An array in place of a leaf, on the devices of all ranks, with numbers as from ``to_host``.
+
+    The numbers are the same on every rank.
+    """
+    # Not device_put, which would compare the numbers of all ranks.
+    sharding = replicated if is_key(leaf) else sharding
+    array = jax.make_array_from_callback(
+        host.shape, sharding(host.shape), lambda index: host[index]
+    )
+    return _as_key(leaf, array)
+
+
+def _as_key(leaf: Any, array: jax.Array) -> jax.Array:
+    """The array, or if a leaf is an array of keys, the keys with these numbers."""
+    if not is_key(leaf):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+
+
+def shape_in_host(leaf: Any) -> tuple[int, ...]:
+    return tuple(jax.random.key_data(leaf).shape if is_key(leaf) else leaf.shape)
+
+
+def with_numbers(leaf: Any, host: np.ndarray[Any, Any]) -> Any:
+    """An array with numbers as from ``to_host``, on the same devices as a leaf.
+
+    They are the same on every rank if the array belongs to several.
+    """
+    if not isinstance(leaf, jax.Array):
+        return host.astype(leaf.dtype)[() if isinstance(leaf, np.generic) else ...]
+    host = host if is_key(leaf) else host.astype(leaf.dtype)
+    if not leaf.is_fully_addressable:
+        return global_array(leaf, host, lambda shape: leaf.sharding)
+    # Not always: on a single device, an array that may go anywhere would be bound to it.
+    on_several = len(leaf.sharding.device_set) > 1 and not is_key(leaf)
+    array = jax.device_put(host, leaf.sharding) if on_several else jax.numpy.asarray(host)
+    return _as_key(leaf, array)
+
+
+def from_rank_0(tree: Any, sharding: ShardingOf | None) -> Any:
+    """A tree whose arrays have rank 0's numbers; a collective.
+
+    The sharding is over all ranks' devices; with None arrays stay on this rank's, as they are now.
+    """
+
+    def received(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        host = to_host(leaf)
+        broadcast_state(host.reshape(-1).view(np.uint8))
+        return with_numbers(leaf, host) if sharding is None else global_array(leaf, host, sharding)
+
+    return jax.tree.map(received, gathered(tree))
+
+
+def gathered(tree: Any) -> Any:
+    """A tree whose arrays are whole on every device; a collective, if some are divided."""
+
+    def whole_of(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        return jax.jit(lambda x: x, out_shardings=replicated(leaf.shape))(leaf)
+
+    return jax.tree.map(whole_of, tree)
+
+
+def is_replicated(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_replicated

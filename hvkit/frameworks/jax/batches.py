@@ -33,18 +33,15 @@ from hvkit.frameworks.jax.arrays import (
     device_mesh,
     global_array,
     is_array,
-    is_global,
     is_key,
-    is_nnx,
     is_replicated,
     local_data,
     local_index,
-    named_leaves,
     position,
     replicated,
     sharded_by_rows,
-    weights_of,
 )
+from hvkit.frameworks.jax.trees import is_global, is_nnx, named_leaves, weights_of
 from hvkit.main_rank import warn_once
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.watch.calls import named

@@ -8,6 +8,7 @@ this port refuses options that change gradients, and names alternatives.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +25,16 @@ from hvkit.frameworks.jax.arrays import (
     from_rank_0,
     gathered,
     is_array,
-    is_global,
-    is_mutable,
-    is_nnx,
-    is_transformation,
-    named_leaves,
+    is_key,
     refuse_other_mesh,
     set_mesh,
     sharded,
-    sharded_updates,
+)
+from hvkit.frameworks.jax.trees import (
+    is_global,
+    is_mutable,
+    is_nnx,
+    named_leaves,
     tree_of,
     with_tree,
 )
@@ -174,16 +176,16 @@ class JaxPort:
 
     def _divide_updates(self) -> None:
         def of(transformation: Any) -> Any:
-            return sharded_updates(transformation, self._of_weights, self._of_state)
+            return _sharded_updates(transformation, self._of_weights, self._of_state)
 
         for each in _each(self.optimizer):
             if is_nnx(each):
                 each.tx = of(each.tx)
         if not any(map(is_mutable, _each(self.optimizer))):
             self.optimizer = jax.tree.map(
-                lambda leaf: of(leaf) if is_transformation(leaf) else leaf,
+                lambda leaf: of(leaf) if _is_transformation(leaf) else leaf,
                 self.optimizer,
-                is_leaf=is_transformation,
+                is_leaf=_is_transformation,
             )
         if hasattr(self.model, "tx") and hasattr(self.model, "replace"):
             self.model = self.model.replace(tx=of(self.model.tx))
@@ -201,9 +203,9 @@ def _transformations(model: Any, optimizer: Any) -> Iterator[Any]:
         if is_nnx(each):
             yield each.tx
         else:
-            leaves = jax.tree.leaves(each, is_leaf=is_transformation)
-            yield from filter(is_transformation, leaves)
-    if is_transformation(getattr(model, "tx", None)):  # Flax's TrainState
+            leaves = jax.tree.leaves(each, is_leaf=_is_transformation)
+            yield from filter(_is_transformation, leaves)
+    if _is_transformation(getattr(model, "tx", None)):  # Flax's TrainState
         yield model.tx
 
 
@@ -216,3 +218,48 @@ def _gathered_for_a_while(thing: Any) -> Iterator[None]:
         yield
     finally:
         with_tree(thing, before)
+
+
+def _is_transformation(thing: object) -> bool:
+    """Whether this is a transformation of Optax: it has ``init`` and ``update``, and no arrays."""
+    return callable(getattr(thing, "init", None)) and callable(getattr(thing, "update", None))
+
+
+def _sharded_updates(transformation: Any, of_weights: ShardingOf, of_state: ShardingOf) -> Any:
+    """The same transformation, whose results have these shardings, so that divided arrays stay so.
+
+    XLA chooses the shardings of a compiled function's results, and might gather arrays that an
+    update has read in parts. ``ShardedOptimizer`` divides the optimizer's state (Rajbhandari et
+    al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020, stage 1),
+    ``FullyShard`` and meshes the weights as well (stage 3). XLA then makes the mean of gradients a
+    reduce-scatter, and it gathers weights where a layer needs them.
+    """
+    import optax
+
+    # Others are classes with more methods, such as optax.MultiSteps.
+    is_plain = isinstance(transformation, optax.GradientTransformation)
+    inner = optax.with_extra_args_support(transformation) if is_plain else transformation
+
+    def init(params: Any) -> Any:
+        return _constrained(inner.init(params), of_state)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        changes, state = inner.update(gradients, state, params, **extra)
+        return _constrained(changes, of_weights), _constrained(state, of_state)
+
+    if is_plain:
+        return optax.GradientTransformationExtraArgs(init, update)
+    result = copy.copy(transformation)
+    vars(result).update(init=init, update=update)
+    return result
+
+
+def _constrained(tree: Any, sharding: ShardingOf) -> Any:
+    """Inside a compiled function: a tree whose arrays have these shardings."""
+
+    def with_sharding(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or is_key(leaf):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, sharding(leaf.shape))
+
+    return jax.tree.map(with_sharding, tree)

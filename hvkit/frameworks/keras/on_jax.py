@@ -33,10 +33,10 @@ from hvkit.frameworks.jax.arrays import (
     position,
     replicated,
     set_mesh,
-    set_variable,
     sharded_by_rows,
 )
 from hvkit.frameworks.jax.port import JaxPort
+from hvkit.frameworks.jax.trees import set_variable
 from hvkit.frameworks.keras.fit import Epoch, with_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.optimizers import scale_rates, updating
