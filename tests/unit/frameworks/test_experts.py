@@ -162,6 +162,27 @@ def test_experts_whose_output_is_no_sum_of_parts_stay_whole(options, why):
     assert why in reason(Own(**options))
 
 
+class Apply(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_blocks_that_differ_in_a_function_of_a_module_inside_are_tried_each():
+    def by_module(self, h):
+        return self.inside(h)
+
+    model = nn.Sequential(*(Routed(Own(change=by_module)) for _ in range(2)))
+    model[0].experts.inside = Apply(torch.tanh)
+    model[1].experts.inside = Apply(lambda h: F.normalize(h, dim=-1))
+    plan = plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    assert "0.experts" in plan.divisions
+    assert plan.whole["1.experts"] == NOT_A_SUM
+
+
 def test_lengths_that_ranks_cannot_divide():
     why = "its weights have no length in common that 5 ranks can divide"
     assert reason(Experts(4, WIDTH), ways=5) == why

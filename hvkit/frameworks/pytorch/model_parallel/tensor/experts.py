@@ -89,12 +89,15 @@ def divisions_of_experts(
             divisions[name] = seen.unusable or "the forward does not call it"
             continue
         # Equal blocks are tried once.
-        attributes = [item for each in module.modules() for item in vars(each).items()]
-        plain = [(k, v) for k, v in attributes if isinstance(v, _PLAIN)]
-        others = [(k, id(v)) for k, v in vars(module).items() if k not in _OF_MODULES]
+        attributes = [
+            (k, v if isinstance(v, _PLAIN) else id(v))
+            for each in module.modules()
+            for k, v in vars(each).items()
+            if k not in _OF_MODULES or k == "training"
+        ]
         shapes = [(n, tuple(p.shape)) for n, p in module.named_parameters()]
         inputs = [tuple(t.shape) for call in seen.calls.values() for t in tensors_in(call)]
-        key: Any = (type(module), repr(module), *plain, *others, *shapes, *inputs, *seen.calls)
+        key: Any = (type(module), repr(module), *attributes, *shapes, *inputs, *seen.calls)
         if key not in tried:
             tried[key] = _try(module, seen, ways, device)
         divisions[name] = tried[key]

@@ -322,13 +322,14 @@ _IN_PLACE_OPTION = {
     **dict.fromkeys(("celu", "elu", "leaky_relu"), 2),
     **dict.fromkeys(("dropout", "alpha_dropout", "hardtanh"), 3),
 }
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _OPERATORS}
-_OTHERS = ("floordiv", "mod", "and", "or", "xor", "div", "lshift", "rshift", "matmul")
-_IN_PLACE = {*_IN_PLACE_OPERATORS, *(f"__i{name}__" for name in _OTHERS), "__setitem__"}
+_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
+_IN_PLACE = {
+    *(f"__i{name}__" for name in (*_OPERATORS, *_MORE_OPERATORS, "lshift", "rshift", "matmul")),
+    "__setitem__",
+}
 ELEMENTWISE = [
     *(each for name in _NAMES.split() for each in (name, f"{name}_")),
-    *(f"__{kind}{name}__" for kind in ("", "r") for name in _OPERATORS),
-    *_IN_PLACE_OPERATORS,
+    *(f"__{kind}{name}__" for kind in ("", "r", "i") for name in _OPERATORS),
     *("__neg__", "contiguous", "clone", "to", "type", "type_as", "half", "bfloat16", "double"),
     *("alpha_dropout", "cuda", "cpu", "detach", "eq", "ne", "lt", "le", "gt", "ge"),
     *("__lt__", "__gt__", "__le__", "__ge__"),
@@ -343,7 +344,6 @@ _MORE = """
     nextafter positive rad2deg remainder resolve_conj resolve_neg round sgn short sign signbit
     sinh special_expit tan threshold trunc xlogy zero
 """
-_MORE_OPERATORS = ("floordiv", "mod", "and", "or", "xor", "div")
 EACH_ELEMENT = {
     *ELEMENTWISE,
     *(each for name in _MORE.split() for each in (name, f"{name}_")),

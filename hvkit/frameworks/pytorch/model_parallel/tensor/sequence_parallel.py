@@ -97,7 +97,7 @@ class _SeenRegion:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SequenceMark:
     """Marks an activation: the layers it is computed from, and the dimension of the sequence."""
 
     begins: frozenset[str]
@@ -141,7 +141,7 @@ class SequenceTrace(rules.EachOperation):
         if isinstance(step, rules.Followed):
             self._count_whole(seen_by_rules, begins)
             for each in outputs:
-                self._mark(each, _Part(begins, step.dim))
+                self._mark(each, _SequenceMark(begins, step.dim))
         elif marks[0] and rules.writes(call):
             seen.refuse(f"{call.name}() writes into them")
         elif outputs or call.name == "__setitem__":
@@ -193,7 +193,7 @@ class SequenceTrace(rules.EachOperation):
         if not self._depth and begin and first is not None and first.dim() > 1:
             seen = self._region(frozenset([begin]))
             seen.at_layers, seen.largest = seen.at_layers + 1, max(seen.largest, first.nbytes)
-            self._mark(first, _Part(frozenset([begin]), first.dim() - 2))
+            self._mark(first, _SequenceMark(frozenset([begin]), first.dim() - 2))
 
     def _begins(self, name: str) -> str | None:
         """The row layer that ends the call of a module, if any."""
@@ -225,7 +225,7 @@ class SequenceTrace(rules.EachOperation):
                 regions.append(SequenceRegion(names, ends, modules, exchanges))
         return regions, problems
 
-    def _mark(self, t: torch.Tensor, mark: _Part) -> None:
+    def _mark(self, t: torch.Tensor, mark: _SequenceMark) -> None:
         setattr(t, _MARK, mark)
         self._memory[storage_of(t)] = t
 
@@ -246,7 +246,7 @@ def united(sets: Iterable[Set[T]]) -> list[set[T]]:
     return groups
 
 
-def _mark_of(t: torch.Tensor) -> _Part | None:
+def _mark_of(t: torch.Tensor) -> _SequenceMark | None:
     return getattr(t, _MARK, None)
 
 
