@@ -69,11 +69,11 @@ class Timeline:
             ) from None
         self._begun = time.monotonic()
         self._named: set[tuple[int, int, str]] = set()
-        self._waiting: dict[int, list[bytes]] = {}
+        self._waiting: dict[tuple[int, str], list[bytes]] = {}
         self._write("[\n")
 
     def take(self, rank: int, host: str, ahead: float | None, line: bytes) -> None:
-        waiting = self._waiting.setdefault(rank, [])
+        waiting = self._waiting.setdefault((rank, host), [])
         if ahead is None:
             if len(waiting) < _WAITING:
                 waiting.append(line)

@@ -89,8 +89,9 @@ def test_ranks_of_hosts_with_other_clocks_are_aligned(timeline):
 
 def test_spans_wait_for_the_first_answer_of_their_clock(timeline):
     timeline.take(0, "a", None, spans(["fit", None, 0, 1.0, 5]))
+    timeline.take(0, "b", 0.0, spans(["restarted", None, 0, 2.0, 5]))  # another host's clock
     timeline.take(0, "a", 0.0, spans(["evaluate", None, 0, 2.0, 5]))
-    assert [each["name"] for each in written(timeline, "X")] == ["fit", "evaluate"]
+    assert [each["name"] for each in written(timeline, "X")] == ["restarted", "fit", "evaluate"]
 
 
 def test_lines_that_are_no_spans_are_left_out(timeline):
