@@ -79,7 +79,7 @@ def choose_hosts(
     hosts = placed(ready, size)
     facts = {host.name: facts[host.name] for host in hosts}
     _refuse_same(facts)
-    numbers = {host.name: (host.slots or 0, facts[host.name].cpus) for host in hosts}
+    numbers = ((host.name, host.slots or 0, facts[host.name].cpus) for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
     by_user = named(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
@@ -98,7 +98,7 @@ def choose_hosts(
         networks_asked_for=bool(names),
         addresses=addresses,
         on_this_host=not others,
-        crowded={name: (ranks, cpus) for name, (ranks, cpus) in numbers.items() if ranks > cpus},
+        crowded={name: (ranks, cpus) for name, ranks, cpus in numbers if ranks > cpus},
         left_out=left_out,
     )
 

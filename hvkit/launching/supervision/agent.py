@@ -50,9 +50,6 @@ _LAST_OUTPUT = 1.0
 # Seconds between two checks of the processes around this one.
 _TICK = 0.2
 
-# The guard passes these signals of a launcher on to the agent.
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
 
 def main(command: Sequence[str]) -> int:
     """Run ``command`` below this process and return its exit status as a shell would.
@@ -126,9 +123,9 @@ class _Agent:
 
     def run(self) -> int:
         processes.adopt_orphans()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in processes.END_SIGNALS:
             signal.signal(number, self.stop_for_launcher)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
+        for number in processes.COMMAND_SIGNALS:
             signal.signal(number, self.signal_command)
         try:
             if self.folder is not None:
@@ -232,13 +229,10 @@ class _Agent:
 
     def send_outcome(self) -> None:
         """Send what the function has returned or raised, if this host has a folder of its own."""
-        if self.folder is not None:
-            outcome = protocol.outcome_in(self.folder, self.number)
-            if outcome.exists():
-                self.connection.send_outcome(outcome)
+        if self.folder and (file := protocol.outcome_in(self.folder, self.number)).exists():
+            self.connection.send_outcome(file)
 
     def pass_reports_on(self) -> None:
-        """Send the rank's reports to the supervisor."""
         with open(self.reports, "rb") as lines:
             for line in lines:
                 if len(line) > run_reports.LONGEST:
@@ -285,7 +279,6 @@ class _Agent:
             self.stop_within(self.settings.grace)
 
     def signal_command(self, number: int, _: object = None) -> None:
-        """Send the command a signal, or pass one on."""
         if self.child is not None:
             self.child.send_signal(number)
 
@@ -314,7 +307,8 @@ def _guard(agent: int, launcher: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(agent, number)
 
-    for number in _PASSED_ON:
+    # Those of the launcher.
+    for number in (*processes.END_SIGNALS, *processes.COMMAND_SIGNALS):
         signal.signal(number, pass_on)
     process = os.pidfd_open(agent)
     while not select.select([process], [], [], _TICK)[0]:
