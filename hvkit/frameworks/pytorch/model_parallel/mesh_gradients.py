@@ -8,12 +8,11 @@ ranks.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ from hvkit.frameworks.pytorch.model_parallel.whole_parameters import (
     slicing_of,
     undivided,
 )
-from hvkit.frameworks.pytorch.optimizers import stepping_in
+from hvkit.frameworks.pytorch.optimizers import parameters_of, stepping_in
 from hvkit.frameworks.pytorch.step_hooks import UpdateHooks
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.log import logger
@@ -43,8 +42,7 @@ from hvkit.watch.calls import call, of_run, translated, waiting
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 # In the order of creation, which is the same on every rank.
-_living: WeakValueDictionary[int, GradientsOfAllRanks] = WeakValueDictionary()
-_made = itertools.count()
+_living: WeakKeyDictionary[GradientsOfAllRanks, None] = WeakKeyDictionary()
 # That of the model whose forward ran last.
 _latest: weakref.ref[GradientsOfAllRanks] | None = None
 
@@ -69,7 +67,7 @@ class GradientsOfAllRanks:
         self._links, self._replaced = links, replaced
         self._all = {*parameters, *replaced}
         self._counted = set(counted)
-        _living[next(_made)] = self
+        _living[self] = None
         see_all_ranks()
 
     def used(self) -> None:
@@ -149,11 +147,7 @@ def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def of(parameters: Sequence[torch.Tensor]) -> GradientsOfAllRanks | None:
     """The gradients of the model that has one of these parameters; None if there is none."""
-    return next((each for each in _models() if each.holds(parameters)), None)
-
-
-def _models() -> list[GradientsOfAllRanks]:
-    return list(_living.values())
+    return next((each for each in list(_living) if each.holds(parameters)), None)
 
 
 @torch.no_grad()
@@ -199,10 +193,8 @@ def see_all_ranks() -> None:
 
     The function that the script has stays, and calls another one inside.
     """
-    for name, of_all_ranks in (
-        ("clip_grad_norm_", _clip_of_all_ranks),
-        ("_get_total_norm", _total_of_all_ranks),
-    ):
+    changed = {"clip_grad_norm_": _clip_of_all_ranks, "_get_total_norm": _total_of_all_ranks}
+    for name, of_all_ranks in changed.items():
         wrapper = getattr(clip_grad, name)
         cell = wrapper.__closure__[wrapper.__code__.co_freevars.index("func")]
         cell.cell_contents = of_all_ranks(cell.cell_contents)
@@ -217,7 +209,7 @@ def _total_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., tor
         foreach: bool | None = None,
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        of_models = {model: model.of_gradients(gradients) for model in _models()}
+        of_models = {model: model.of_gradients(gradients) for model in list(_living)}
         # A stage whose parameters are all frozen has no gradients to recognise.
         latest = None if gradients or _latest is None else _latest()
         of_models = {m: found for m, found in of_models.items() if found or m is latest}
@@ -252,7 +244,7 @@ def _clip_of_all_ranks(plain: Callable[..., torch.Tensor]) -> Callable[..., torc
     ) -> torch.Tensor:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with as_plain():
-            models = [each for each in _models() if each.holds(given)]
+            models = [each for each in list(_living) if each.holds(given)]
             listed = given
             for model in models:
                 listed = model.current(listed)
@@ -319,8 +311,7 @@ class NonFiniteInMesh:
     def _skips_step(self, optimizer: Optimizer) -> bool:
         """Whether to skip the step that begins now; raises on every rank to stop."""
         self._steps += 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        own = self._found(parameters), self._clipped
+        own = self._found(parameters_of(optimizer)), self._clipped
         self._clipped = []
         now, clipped = zip(*collectives.gather("optimizer.step()", own), strict=True)
         if not any(now):

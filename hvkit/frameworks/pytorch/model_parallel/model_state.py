@@ -36,6 +36,7 @@ from hvkit.frameworks.pytorch.model_parallel.side_outputs import HOOKS
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing, local_part
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import bytes_of, tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import show, slicing_of
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshPosition
 from hvkit.transport.traffic import count
@@ -219,8 +220,7 @@ class ModelState:
         return state, {k: name_of[id(t)] for k, t in state.items() if id(t) in name_of}
 
     def named(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """The parameters of an optimizer by name, in its order."""
-        return {self._names[p]: p for group in optimizer.param_groups for p in group["params"]}
+        return {self._names[p]: p for p in parameters_of(optimizer)}
 
     def saved_slices(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's part of a sharded checkpoint, from tensors, or states of parameters."""
@@ -400,6 +400,5 @@ _swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
 
 def _drop_state_of_others(optimizer: Optimizer) -> None:
-    """After loading: leave out the state of parameters that other ranks hold."""
     for p in [p for p in optimizer.state if isinstance(p, torch.Tensor) and p.is_meta]:
         del optimizer.state[p]

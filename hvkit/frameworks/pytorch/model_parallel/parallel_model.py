@@ -61,7 +61,7 @@ from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Place
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import placements_of
 from hvkit.frameworks.pytorch.model_parallel.tensor_trees import tensors_in
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
-from hvkit.frameworks.pytorch.optimizers import scaler_hooks
+from hvkit.frameworks.pytorch.optimizers import parameters_of, scaler_hooks
 from hvkit.frameworks.pytorch.refusals import is_divided, mark_in_mesh
 from hvkit.log import logger
 from hvkit.mesh import MeshOptions
@@ -225,7 +225,7 @@ class ParallelModel:
             self._compared()
             return functools.partial(_whole, model.forward, SideOutputs(model, found.side_outputs))
         warn_of_microbatches(model, found, norms, count, first)
-        begin = _nothing if self._random is None else self._random.begin
+        begin = self._random.begin if self._random else _nothing
         staged = StagedForward(model, stages, found, self._device, begin)
         train = self._train(own, norms)
         shared = SharedGradients(
@@ -267,15 +267,14 @@ class ParallelModel:
     ) -> tuple[dict[str, nn.Parameter], dict[nn.Parameter, dist.ProcessGroup]]:
         """Free other stages' parameters; return this rank's, and groups of those of two stages."""
         named, links = dict(self._model.named_parameters()), self._groups.pipeline
-        own = {name: p for name, p in named.items() if self._rank in stages.holders(name)}
-        of_stages = {}
-        for name, p in named.items():
-            holders = stages.holders(name)
-            if len(holders) > 1:
-                ranks = tuple(links.ranks[each] for each in holders)
-                group = torch_distributed.subgroup_of(links.ranks, ranks)
-                if name in own:
-                    of_stages[p] = group
+        holders = {name: stages.holders(name) for name in named}
+        own = {name: p for name, p in named.items() if self._rank in holders[name]}
+        groups = {  # a collective for those of several stages
+            name: torch_distributed.subgroup_of(links.ranks, tuple(links.ranks[i] for i in ranks))
+            for name, ranks in holders.items()
+            if len(ranks) > 1
+        }
+        of_stages = {own[name]: group for name, group in groups.items() if name in own}
         # PyTorch swaps no tensors with weak references, which recurrent layers hold.
         recurrent = [m for m in self._model.modules() if isinstance(m, nn.RNNBase)]
         for module in recurrent:
@@ -361,8 +360,7 @@ class ParallelModel:
 
     def require_division(self, optimizer: Optimizer, _: Any) -> None:
         """Before an update: raise if it would train the whole model, without the other ranks."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self._run is None and any(p.grad is not None for p in parameters):
+        if self._run is None and any(p.grad is not None for p in parameters_of(optimizer)):
             name = type(self._model).__name__
             raise ValueError(
                 f"{type(optimizer).__name__}.step() without a call of {name} itself: the first "
@@ -373,7 +371,6 @@ class ParallelModel:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether no rank has weights before the model is divided."""
         return self._recording is not None
 
     def when_divided(self, load: Callable[[], None]) -> None:

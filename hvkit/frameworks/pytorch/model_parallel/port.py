@@ -29,6 +29,7 @@ from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
+from hvkit.frameworks.pytorch.optimizers import parameters_of
 from hvkit.frameworks.pytorch.port import PyTorchPort
 from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
@@ -77,7 +78,7 @@ class MeshPort(PyTorchPort):
         parameters = set(self.model.parameters())
         why_not = why_not_by_parameter if self.mesh.mesh.tensor == 1 else why_not_by_element
         for each in self.optimizers:
-            for p in (p for group in each.param_groups for p in group["params"]):
+            for p in parameters_of(each):
                 if p not in parameters:
                     raise ValueError(
                         f"{type(each).__name__} updates a parameter of shape {tuple(p.shape)} that "
@@ -123,29 +124,30 @@ class MeshPort(PyTorchPort):
             for optimizer, around in hooks.items():
                 gradients.attach(optimizer, around)
         self._keeper = self._new_keeper()
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         parallel = ParallelModel(
             self.model,
             self.optimizers,
             self.mesh,
-            self._device(),
+            torch.device("cpu" if gpu is None else f"cuda:{gpu}"),
             name,
             functools.partial(self._train_part, hooks, name),
-            _nothing if self._keeper is None else self._keeper.load_pending,
+            (lambda: None) if self._keeper is None else self._keeper.load_pending,
             self._recording,
             self._rounded(),
         )
         # The model keeps it; a record must hold no reference to the model.
         proxy: Any = weakref.proxy(parallel)
         divided = functools.partial(ParallelModel.require_division, proxy)
+        whole = parallel.whole
+        feature = Feature(
+            Order.DIVISION,
+            before=divided,
+            update_begins=whole.begin_update,
+            update_ends=whole.end_update,
+        )
         for each in hooks.values():
-            each.add(
-                Feature(
-                    Order.DIVISION,
-                    before=divided,
-                    update_begins=parallel.whole.begin_update,
-                    update_ends=parallel.whole.end_update,
-                )
-            )
+            each.add(feature)
         self._parallel: ParallelModel = proxy
         of_model = Record(
             gathered=functools.partial(ParallelModel.gathered, proxy),
@@ -186,11 +188,6 @@ class MeshPort(PyTorchPort):
 
     def _nonfinite(self) -> None:
         """Do nothing: ``NonFiniteInMesh`` looks at the gradients of all ranks."""
-
-    def _device(self) -> torch.device:
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
 
     def _train_part(
         self,
@@ -245,7 +242,3 @@ class MeshPort(PyTorchPort):
             return self._script_hooks.run
         self.reducer.begin_pass()
         return self.reducer.end_pass
-
-
-def _nothing() -> None:
-    """Load nothing: no state is kept."""

@@ -185,21 +185,27 @@ class SideOutputs:
         # By id, dicts that were there before the forward: new keys in them are side outputs.
         self._known: dict[int, Any] = {}
         self._complete: dict[int, Any] = {}
+        modules = dict(model.named_modules())
         names = [f"{name}.{key}" for name, key in paths or ()]
         # The attributes of modules that are at these paths, or lead to them.
         self._attributes = {
             (id(module), re.split(r"[.\[]", rest.removeprefix(f"{name}."))[0])
-            for name, module in model.named_modules()
+            for name, module in modules.items()
             for rest in names
             if rest.startswith(f"{name}.")
         }
+        # The paths, if all are attributes of modules, which need no search.
+        self._direct: dict[OutputPath, _Location] | None = None
+        if paths is not None and all(name in modules for name, _ in paths):
+            self._direct = {path: _Location(modules[path[0]].__dict__, path[1]) for path in paths}
 
     def begin(self) -> None:
         self._entries = {}
         self._find()
-        values = {path: entry.get() for path, entry in self._entries.items()}
         self._known = self._complete
-        self._before = {path: (value, _elements(value)) for path, value in values.items()}
+        self._before = {
+            path: (value := entry.get(), _elements(value)) for path, entry in self._entries.items()
+        }
 
     def filled(self) -> tuple[bool, ...]:
         """By path, whether there is a list that is not empty."""
@@ -210,12 +216,8 @@ class SideOutputs:
 
     def _find(self) -> None:
         """Add entries that are new."""
-        if self.paths is not None and not self.paths:
-            return
-        modules = dict(self._model.named_modules()) if self.paths is not None else {}
-        if self.paths is not None and all(name in modules for name, _ in self.paths):
-            direct = {path: _Location(modules[path[0]].__dict__, path[1]) for path in self.paths}
-            self._entries = direct | self._entries
+        if self._direct is not None:
+            self._entries = self._direct | self._entries
             return
         found = _Search(self._model)
         self._complete, new = found.complete, found.entries
@@ -234,33 +236,31 @@ class SideOutputs:
         if self.paths is None or len(self._entries) < len(self.paths):
             self._find()
         found: dict[OutputPath, Change] = {}
-        inside: list[str] = []
+        inside: tuple[str, ...] = ()
         for path, entry in self._entries.items():
             name, key = path
             value = entry.get()
             before, old = self._before.get(path, (_NOTHING, None))
-            now = _elements(value)
-            if (value is before and _same(now, old)) or not self._was_there(path, entry):
+            same, now = value is before, _elements(value)
+            if (same and _same(now, old)) or not self._was_there(path, entry):
                 continue
-            appended = value is before and _same((now or ())[: len(old or ())], old)
+            if value is _NOTHING or name.startswith(inside):
+                continue
+            appended = same and _same((now or ())[: len(old or ())], old)
             new = list((now or ())[len(old or ()) :]) if appended else value
-            if value is _NOTHING or any(name.startswith(each) for each in inside):
-                continue
-            if self.paths is None and not tensors_in(new):
-                continue
-            refilled = value is before and now is not None and not appended
-            found[path] = Change(tree_map(_unchanged, new), appended, refilled)
-            inside.append(f"{name}.{key}")
+            if self.paths is not None or tensors_in(new):
+                refilled = same and now is not None and not appended
+                found[path] = Change(tree_map(_unchanged, new), appended, refilled)
+                inside += (f"{name}.{key}",)
         return found
 
     def floats(self) -> tuple[str, ...]:
         """The names of Python floats that are new or have changed since ``begin``."""
-        found = {path: entry.get() for path, entry in self._entries.items()}
-        then = self._before
         return tuple(
             f"{name}.{key}".lstrip(".")
-            for (name, key), value in found.items()
-            if isinstance(value, float) and value is not then.get((name, key), (None,))[0]
+            for (name, key), entry in self._entries.items()
+            if isinstance(value := entry.get(), float)
+            and value is not self._before.get((name, key), (None,))[0]
         )
 
     def restore(self) -> None:
@@ -314,7 +314,7 @@ class SideOutputs:
         """Replace what has changed since ``begin`` by what ``tree`` has returned, on any rank."""
         pairs = zip(self.paths or (), tree, strict=True)
         changes: dict[OutputPath, Change] = {path: each for path, each in pairs if each}
-        if any(path not in self._entries for path in changes):
+        if not changes.keys() <= self._entries.keys():
             self._find()
         for path, change in changes.items():
             if path not in self._entries:  # in an object that this rank has not made
