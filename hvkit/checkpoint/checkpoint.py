@@ -215,7 +215,7 @@ class Checkpoint:
         require_equal("checkpoint", facts, _SAME, _SAVE)
         self._replicas.open(_SAVE)
         for each in of_strategies:
-            each.keeper.arrive()
+            each.keeper.wait_for_agreements()
         parts = [*self.parts, *of_strategies]
         try:
             with all_of(each.keeper.unsettled() for each in of_strategies):

@@ -138,7 +138,7 @@ def load(
         _require_shared(folder, manifest, is_here=take is None)
     for each in of_strategies:
         each.in_round = in_round
-        each.keeper.arrive()
+        each.keeper.wait_for_agreements()
     problem: Exception | None = None
     for part in parts:
         if part.name not in manifest.parts:

@@ -70,16 +70,13 @@ def average(
     if len({w is None for _, w in gathered}) > 1:
         without = [rank for rank, (_, w) in enumerate(gathered) if w is None]
         raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
-    counted = {
-        rank: (of_rank, 1.0 if w is None else w)
-        for rank, (of_rank, w) in enumerate(gathered)
-        if w is None or w > 0
-    }
+    weights = [1.0 if w is None else w for _, w in gathered]
+    counted = {rank: gathered[rank][0] for rank, w in enumerate(weights) if w}
     if counted:
-        keys = _same_keys({rank: of_rank for rank, (of_rank, _) in counted.items()})
-        total = math.fsum(w for _, w in counted.values())
+        total = math.fsum(weights)
         means = {
-            key: sum(of_rank[key] * w for of_rank, w in counted.values()) / total for key in keys
+            key: sum(of_rank[key] * weights[rank] for rank, of_rank in counted.items()) / total
+            for key in _same_keys(counted)
         }
     else:
         means = {key: math.nan for of_rank, _ in gathered for key in of_rank}

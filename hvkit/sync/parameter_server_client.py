@@ -15,12 +15,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import math
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,9 +70,13 @@ class ServerKeeper(LocalWeightsKeeper):
     equal_steps = False
 
     def __init__(self, strategy: ParameterServer, weights: Weights, name: str) -> None:
+        global _client
         super().__init__(weights, name)
         self.strategy = strategy
-        self._exchange = Exchange(strategy)
+        self._client = _client = _client or Client(str(strategy))
+        # The model's number on the server, once that has weights; and what lets it forget them.
+        self._number: int | None = None
+        self._drop: Callable[[], object] = lambda: None
         self._vectors: list[_Vector] = []
         # The mean over ranks of the changes since the last exchange, by vector, as of the last
         # collective.
@@ -92,17 +95,30 @@ class ServerKeeper(LocalWeightsKeeper):
     def _serve(self, number: int, trained: Iterable[int]) -> None:
         """Give the server weights that an optimizer is about to train."""
         new = [i for i in trained if i not in self._served]
-        if not new and self._exchange.begun:
+        if not new and self._number is not None:
             return
         with call(self._optimizers[number].call, self._steps_ended + 1, self._name):
             self._require_same(new)
             lists = self.weights.by_dtype(new)
             found = {i: self._joined([i]) for each in lists for i in each} | self._resumed
-            self._exchange.add([np.concatenate([found[i] for i in each]) for each in lists])
+            self._send([np.concatenate([found[i] for i in each]) for each in lists])
         self._vectors += [_Vector(numbers, self._joined(numbers)) for numbers in lists]
         self._served.update(new)
         for i in new:
             self._resumed.pop(i, None)
+
+    def _send(self, vectors: list[Array]) -> None:
+        """Serve vectors with rank 0's values, behind those that were added before; a collective."""
+        collectives.gather(_STEP, None)  # from here on no rank trains
+        if self._number is None:
+            self._number = collectives.from_rank(0, next(_numbers))
+            if self._client.server:
+                self._client.server.begin(self._number, vectors, self.strategy)
+            self._drop = drop = weakref.finalize(self, self._client.dropped.append, self._number)
+            drop.atexit = False
+        elif self._client.server:
+            self._client.server.extend(self._number, vectors)
+        collectives.gather(_STEP, None)  # until the server has the vectors
 
     def _require_same(self, new: list[int]) -> None:
         """Raise on every rank unless all begin to train the same weights; a collective."""
@@ -110,7 +126,7 @@ class ServerKeeper(LocalWeightsKeeper):
         facts = [self.weights.label(i) for i in new]
         advice = f"train the same {noun} on every rank"
         require_equal(f"list of {noun} to train", facts, advice, self.weights.step_call)
-        if not self._exchange.begun and not self._resumed:
+        if self._number is None and not self._resumed:
             self.weights.require_equal()
 
     def _joined(self, numbers: Sequence[int]) -> Array:
@@ -122,7 +138,8 @@ class ServerKeeper(LocalWeightsKeeper):
     def _end_step(self, number: int) -> None:
         """Send the changes of the step, and continue with the server's weights."""
         with call(self._optimizers[number].call, self._steps_ended, self._name):
-            served = self._exchange.exchange(self._changes())
+            assert self._number is not None
+            served = self._client.request(PUSH, self._changes(), self._number)
         for at, (vector, values) in enumerate(zip(self._vectors, served, strict=True)):
             joined = self.weights.from_numpy(values, vector.numbers[0])
             pieces = self.weights.split(joined, vector.numbers)
@@ -130,10 +147,6 @@ class ServerKeeper(LocalWeightsKeeper):
                 self.weights.write(i, piece)
             # Weights of 16 bits hold these values rounded.
             self._vectors[at] = vector._replace(read=self._joined(vector.numbers))
-
-    def _split(self, vector: _Vector, values: Array) -> dict[int, Array]:
-        ends = np.cumsum([math.prod(self.weights.shape(i)) for i in vector.numbers])
-        return dict(zip(vector.numbers, np.split(values, ends[:-1]), strict=True))
 
     def _compare_ranks(self) -> bool:
         compare_iterations()
@@ -143,17 +156,33 @@ class ServerKeeper(LocalWeightsKeeper):
                 of_weights = self.weights.from_numpy(unsent, vector.numbers[0])
                 mean = self.weights.mean(of_weights, f"{self._name}.unsent.{n}")
                 self._unsent[n] = self.weights.to_numpy(mean)
-        return self._exchange.begun or bool(self._resumed)
+        return self._number is not None or bool(self._resumed)
 
     def _show_agreed(self) -> None:
         self._shown = dict(self._resumed)
-        if self._exchange.begun:
-            read = self._exchange.read([each.read for each in self._vectors])
-            for vector, values, unsent in zip(self._vectors, read, self._unsent, strict=True):
-                self._shown.update(self._split(vector, values + unsent))
+        for (numbers, _), values, unsent in zip(
+            self._vectors, self._read(), self._unsent, strict=True
+        ):
+            parts = Weights.split(self.weights, values + unsent, numbers)  # of NumPy's arrays
+            self._shown.update(zip(numbers, parts, strict=True))
         for i, value in self._shown.items():
             self.weights.show(i, self.weights.from_numpy(value, i))
         self._average_statistics(keep=False)
+
+    def _read(self) -> list[Array]:
+        """The server's vectors, the same on every rank; a collective, if it has any.
+
+        Every rank must have waited for all others since its last exchange.
+        """
+        if self._number is None:
+            return []
+        vectors = [np.empty_like(each.read) for each in self._vectors]
+        if self._client.server:
+            vectors = self._client.server.read(self._number)
+        for each in vectors:
+            data = each.view(np.uint8)
+            engines.broadcast_in_pieces(runtime.any_engine(), data, 0, "weights")
+        return vectors
 
     def _replaced(self, i: int, local: Any, agreed: Any, chosen: Any) -> Any:
         if i not in self._served:
@@ -177,8 +206,8 @@ class ServerKeeper(LocalWeightsKeeper):
         self._shown = {}
 
     def start_over(self) -> None:
-        self._exchange.close()
-        self._exchange = Exchange(self.strategy)
+        self._drop()
+        self._number = None
         self._vectors = []
         self._served.clear()
         self._resumed.clear()
@@ -190,61 +219,6 @@ class ServerKeeper(LocalWeightsKeeper):
         self.start_over()
         if in_round:
             self._resumed = {int(key.removeprefix(_SERVED)): a for key, a in arrays.items()}
-
-
-class Exchange:
-    """One model's weights on the server; making it is a collective."""
-
-    def __init__(self, strategy: ParameterServer) -> None:
-        global _client
-        if _client is None:
-            _client = Client(str(strategy))
-        self._client = _client
-        self._strategy = strategy
-        self._number: int | None = None
-        self._drop: weakref.finalize[Any, Any] | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._number is not None
-
-    def add(self, weights: list[Array]) -> None:
-        """Serve vectors with rank 0's values, behind those that were added before; a collective."""
-        collectives.gather(_STEP, None)  # from here on no rank trains
-        server = self._client.server
-        if self._number is None:
-            self._number = collectives.from_rank(0, next(_numbers))
-            if server:
-                server.begin(self._number, weights, self._strategy)
-            self._drop = weakref.finalize(self, self._client.dropped.append, self._number)
-            self._drop.atexit = False
-        elif server:
-            server.extend(self._number, weights)
-        collectives.gather(_STEP, None)  # until the server has the vectors
-
-    def exchange(self, changes: list[Array]) -> list[Array]:
-        """Send the changes of a step, which are overwritten; return the weights after it."""
-        assert self._number is not None
-        return self._client.request(PUSH, changes, self._number)
-
-    def read(self, like: list[Array]) -> list[Array]:
-        """The server's weights, arrays like these, the same on every rank; a collective.
-
-        Every rank must have waited for all others since its last exchange.
-        """
-        assert self._number is not None
-        server = self._client.server
-        weights = server.read(self._number) if server else [np.empty_like(each) for each in like]
-        engine = runtime.any_engine()
-        return [
-            engines.broadcast_in_pieces(engine, each.view(np.uint8), 0, "weights").view(each.dtype)
-            for each in weights
-        ]
-
-    def close(self) -> None:
-        """Let the server forget these weights, once every rank has."""
-        if self._drop:
-            self._drop()
 
 
 class Client:

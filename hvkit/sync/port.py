@@ -141,7 +141,7 @@ class Keeper(Protocol):
     local: bool = False  # whether the ranks train local weights, so that their weights differ
     equal_steps: bool = True  # whether all ranks must take equally many steps
 
-    def arrive(self) -> None:
+    def wait_for_agreements(self) -> None:
         """Wait for overlapped agreements; a collective."""
         return
 

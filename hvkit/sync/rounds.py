@@ -68,7 +68,7 @@ class RoundKeeper(LocalWeightsKeeper):
         # Numbers of the weights that the script has set on this rank between two rounds.
         self._set_by_script: set[int] = set()
         # Rounds whose agreements overlap with the present round.
-        self._running: list[_Round] = []
+        self._overlapping_rounds: list[_Round] = []
         # Each optimizer's steps when training last ended with the ranks' weights equal.
         self._ended_at: list[int] | None = None
         self._begun = False
@@ -88,7 +88,7 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def _note_set_weights(self, numbers: Iterable[int]) -> None:
         """Begin the round with weights that the script has set; ranks compare them at its end."""
-        if not (self.strategy.same_weights or self._taken() == self._ended_at):
+        if not (self.strategy.same_weights or self._steps_taken() == self._ended_at):
             return  # setting weights counts as training
         for i in numbers:
             if i not in self._trained and self._agreements.moved(i):
@@ -122,7 +122,7 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def start_over(self) -> None:
         """Begin with the weights that the ranks hold now, the same on all; forget all rounds."""
-        self.arrive()
+        self.wait_for_agreements()
         self._agreements.clear()
         self._trained.clear()
         self._set_by_script.clear()
@@ -164,7 +164,7 @@ class RoundKeeper(LocalWeightsKeeper):
                 summary = RoundSummary(self._name, label, rounds, changed, rates, chosen)
             if self.strategy.overlap:
                 begun = [self._start(number, each) for each in pieces(self.weights, changed)]
-                self._running.append(_Round(number, summary, begun))
+                self._overlapping_rounds.append(_Round(number, summary, begun))
                 _overlapping()[self] = None
             else:
                 self._require_same_round(number, summary)
@@ -201,11 +201,11 @@ class RoundKeeper(LocalWeightsKeeper):
                 agreed = self._agreements.finish(self._start(number, together))
                 self._agreements.write(together, agreed)
 
-    def arrive(self, numbers: Container[int] | None = None) -> None:
+    def wait_for_agreements(self, numbers: Container[int] | None = None) -> None:
         """Wait for agreements that overlap, on any of these weights or all; a collective."""
-        for each in list(self._running):
+        for each in list(self._overlapping_rounds):
             if each.concerns(numbers):
-                self._running.remove(each)
+                self._overlapping_rounds.remove(each)
                 self._require_same_round(each.number, each.summary)
                 for agreement in each.agreements:
                     change = self._agreements.finish(agreement) - agreement.values
@@ -214,11 +214,11 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def _add_pending(self, numbers: Collection[int]) -> None:
         """Wait for the agreements on some weights, and add their changes."""
-        self.arrive(numbers)
+        self.wait_for_agreements(numbers)
         self._agreements.add_pending(numbers)
 
     def _show_agreed(self) -> None:
-        self.arrive()
+        self.wait_for_agreements()
         # Also weights of optimizers that the script has freed.
         for together in pieces(self.weights, sorted(self._trained)):
             agreed = self._start("shown", together, self.strategy.settle).exchanges.result()
@@ -244,9 +244,9 @@ class RoundKeeper(LocalWeightsKeeper):
                 self._trained.difference_update(updated)
             optimizer.steps = 0
         self._average_statistics(keep=True)
-        self._ended_at = self._taken()
+        self._ended_at = self._steps_taken()
 
-    def _taken(self) -> list[int]:
+    def _steps_taken(self) -> list[int]:
         return [optimizer.taken for optimizer in self._optimizers]
 
     def _start(
@@ -322,12 +322,12 @@ def _overlapping() -> WeakKeyDictionary[RoundKeeper, None]:
     """
     keepers: WeakKeyDictionary[RoundKeeper, None] = WeakKeyDictionary()
 
-    def arrive() -> None:
+    def wait_for_all() -> None:
         if getattr(sys, "last_value", None) is None:  # this rank has not failed
             with suppress(RankLostError), call("the end of the script"):
                 for keeper in list(keepers):
-                    keeper.arrive()
+                    keeper.wait_for_agreements()
 
     # Registered after Horovod's own function and the watcher's, so it runs before them.
-    atexit.register(arrive)
+    atexit.register(wait_for_all)
     return keepers

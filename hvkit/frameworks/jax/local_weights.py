@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import jax
@@ -156,33 +156,21 @@ def _start(exchange: Exchange, name: str) -> Callable[[], Vector]:
 class NnxRounds(RoundKeeper):
     """Ends rounds in ``hvkit.batch``, and before agreed weights are shown."""
 
+    counted: CountedOptimizer  # the model's optimizer
+
     def show(self) -> bool:
         if not self.shown:
-            self._count_steps()
+            self.counted.count_steps()
         return super().show()
 
-    def arrive(self, numbers: Container[int] | None = None) -> None:
+    def wait_for_agreements(self, numbers: Container[int] | None = None) -> None:
         if numbers is None and not self.shown:
-            self._count_steps()
-        super().arrive(numbers)
+            self.counted.count_steps()
+        super().wait_for_agreements(numbers)
 
     def start_over(self) -> None:
-        for optimizer in self._counted():
-            optimizer.forget_steps()  # a checkpoint has set the optimizer's own count
+        self.counted.forget_steps()  # a checkpoint has set the optimizer's own count
         super().start_over()
-
-    def next_batch(self) -> None:
-        """Count the steps since the last batch, and begin with the next one; a collective."""
-        if not self.shown:
-            for optimizer in self._counted():
-                optimizer.next_batch()
-
-    def _count_steps(self) -> None:
-        for optimizer in self._counted():
-            optimizer.count_steps()
-
-    def _counted(self) -> list[CountedOptimizer]:
-        return cast(list[CountedOptimizer], self._optimizers)
 
 
 class CountedOptimizer:
@@ -258,7 +246,8 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     of_model = NnxWeights(weights, statistics, all_ranks())
     name = all_ranks().numbered("hvkit.jax")
     keeper = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
-    keeper.watch(CountedOptimizer(optimizer, model, of_model), lambda: False)
+    keeper.counted = CountedOptimizer(optimizer, model, of_model)
+    keeper.watch(keeper.counted, lambda: False)
     _keepers[model] = keeper
     if next_batch not in batches.before_local_batch:
         batches.before_local_batch.append(next_batch)
@@ -268,4 +257,5 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
 def next_batch() -> None:
     """Before a step of models with local weights: end rounds; a collective."""
     for keeper in list(_keepers.values()):
-        keeper.next_batch()
+        if not keeper.shown:
+            keeper.counted.next_batch()

@@ -121,9 +121,9 @@ class MeshKeeper:
         """Load rank-local state if the ranks continue the saved round."""
         self._when_divided(lambda _: load() if self._in_round else None)
 
-    def arrive(self) -> None:
+    def wait_for_agreements(self) -> None:
         if self._part is not None:
-            self._part.keeper.arrive()
+            self._part.keeper.wait_for_agreements()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
