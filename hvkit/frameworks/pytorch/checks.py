@@ -196,13 +196,13 @@ class Checks:
     def require_hooks_on_all_ranks(self, hooks: Sequence[str]) -> None:
         """Raise on every rank if only some have hooks that need the mean of each pass."""
         by_rank = collectives.gather("backward()", list(hooks), self.group)
-        named = list(zip(self.group.members, by_rank, strict=True))
-        has, first = next(((rank, names[0]) for rank, names in named if names), (None, ""))
-        lacks = next((rank for rank, names in named if not names), None)
+        named = dict(zip(self.group.members, by_rank, strict=True))
+        has = next((rank for rank, names in named.items() if names), None)
+        lacks = next((rank for rank, names in named.items() if not names), None)
         if has is not None and lacks is not None:
             raise self._disagreement(
-                f"rank {has} has registered the hook {first}, and rank {lacks} has none: gradients "
-                "are averaged in each backward pass for it, instead of once in "
+                f"rank {has} has registered the hook {named[has][0]}, and rank {lacks} has none: "
+                "gradients are averaged in each backward pass for it, instead of once in "
                 f"accumulate={self.accumulate}. Register hooks on every rank; if only one rank is "
                 "to act, as for printing, decide inside the hook: `if hvkit.is_main(): ...`"
             )

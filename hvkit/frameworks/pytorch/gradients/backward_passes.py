@@ -90,15 +90,14 @@ class GradientHooks:
         if layout is self._followed:
             return
         self._followed = layout
-        hook_of = {id(bucket): self._hook(bucket) for bucket in layout.buckets}
-        outside = self._hook(None)
+        hook_of = {bucket: self._hook(bucket) for bucket in (None, *layout.buckets)}
         for i, hook in self._hooks.items():
             bucket = layout.bucket_of.get(i)
             # Frozen parameters need none, and often return to the same bucket.
             if bucket is not self._hooked[i] and i in layout.usual.trained:
                 # In place, because this may run inside one of them.
                 hooks: Any = hook.hooks_dict_ref()
-                hooks[hook.id] = hook_of[id(bucket)] if bucket else outside
+                hooks[hook.id] = hook_of[bucket]
                 self._hooked[i] = bucket
 
     def _begin(self, pass_id: int) -> None:
@@ -223,7 +222,8 @@ class AccumulationWindow:
     def begin_pass(self, *, reduces: bool) -> bool:
         """Whether the pass that begins ends with a reduction, as each does if it ``reduces``."""
         if self._ends_with_epoch:
-            thread = _calling_thread()
+            # Gradients on a GPU come in another thread than that of the script's call.
+            thread = _callers[-1] if _callers else threading.get_ident()
             taken = [each for each in list(_last_batches) if each.thread == thread]
             self._last_batches = [each for each in taken if self not in each.done]
         self._reduces = reduces or bool(self._last_batches) or self.passes + 1 >= self.length
@@ -268,11 +268,6 @@ _callers: list[int] = []
 # When batches were asked for, and the step of the last reduction, in the order of events.
 _batches: deque[float] = deque(maxlen=100)
 _reduced: deque[int | None] = deque(maxlen=1)
-
-
-def _calling_thread() -> int:
-    """The thread in which the script called ``backward()``; a GPU's gradients come in others."""
-    return _callers[-1] if _callers else threading.get_ident()
 
 
 def outermost_pass(pass_id: int) -> int:

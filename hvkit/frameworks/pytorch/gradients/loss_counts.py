@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -43,8 +44,9 @@ _MOST_COMPARISONS = 8
 # Objects that look at the next pass. A set of weak references is faster to walk than a WeakSet.
 _looking: set[ref[LossCounts]] = set()
 
-# The factors and the divisor of a mean: numbers, or tensors of one, perhaps on a GPU.
-_Mean = tuple[Sequence[Any], Any]
+# The factors and the divisor of a mean, and its number of elements. The first two are numbers, or
+# tensors of one, perhaps on a GPU. The divisor is None for a further part of an earlier mean.
+_Mean = tuple[Sequence[Any], Any, int]
 
 
 class LossCounts:
@@ -55,9 +57,7 @@ class LossCounts:
         self.rank_weight: Callable[[], float] | None = None
         self._comparisons = 0
         self._noted: list[_Mean] = []
-        self._noted_elements = 0
         self._means: list[_Mean] = []
-        self._elements = 0
         self._ref = ref(self)
 
     def look(self, *, wanted: bool) -> None:
@@ -71,37 +71,27 @@ class LossCounts:
 
     def note(self, roots: Any) -> None:
         """Look at the tensors of which the script wants gradients."""
-        self._noted, self._noted_elements = [], 0
+        self._noted = []
         loss = roots[0] if isinstance(roots, Sequence) and len(roots) == 1 else roots
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            return
-        root = loss.grad_fn
-        try:
-            if (mean := _mean_of(root)) is not None:  # in most steps
-                count, self._noted_elements = mean
-                self._noted.append(((), count))
-                return
-            found = list(_Walk().means_below(root))
-        except RuntimeError:  # a pass has freed it already
-            return
-        self._noted = [(factors, count) for factors, count, _ in found if count is not None]
-        self._noted_elements = sum(elements for *_, elements in found)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            with suppress(RuntimeError):  # a pass has freed it already
+                self._noted = list(_Walk().means_below(loss.grad_fn))
 
     def keep(self) -> None:
         """Count the pass that was noted last: it was a pass of this model."""
         self._means += self._noted
-        self._elements += self._noted_elements
-        self._noted, self._noted_elements = [], 0
+        self._noted = []
 
     def begin(self) -> None:
         """Forget all passes: the next one is of another step."""
-        self._means, self._elements = [], 0
+        self._means = []
 
     def checksum(self) -> int:
         """A number that differs if ranks' losses have other shapes, while that is of interest."""
-        if self._comparisons >= _MOST_COMPARISONS or not self._elements:
+        elements = sum(elements for *_, elements in self._means)
+        if self._comparisons >= _MOST_COMPARISONS or not elements:
             return 0
-        return zlib.crc32(str(self._elements).encode())
+        return zlib.crc32(str(elements).encode())
 
     def numbers(self) -> NDArray[np.float64]:
         """For comparison: the sum of the losses' divisors, 0 if none is known, and a weight.
@@ -111,7 +101,9 @@ class LossCounts:
         """
         totals, weight = [0.0, 0.0], 0.0
         of_rank = 1.0 if self.rank_weight is None else self.rank_weight()
-        for factors, count in self._means:
+        for factors, count, _ in self._means:
+            if count is None:
+                continue
             factor, number = math.prod(map(_value, factors)), _value(count)
             # It may be the weight of a penalty, which has no count: any other count is surer.
             guessed = isinstance(count, _Count)
@@ -176,46 +168,39 @@ class _Walk:
         # Sums that are added up, and then divided, are one mean.
         self._divided: dict[int, _Factor] = {}
 
-    def means_below(
-        self, root: Any, factors: tuple[_Factor, ...] = ()
-    ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
-        """For each mean: its factors, its count, and its number of elements.
+    def means_below(self, node: Any, factors: tuple[_Factor, ...] = ()) -> Iterator[_Mean]:
+        if node is None or not self._left:
+            return
+        self._left -= 1
+        name = type(node).__name__
+        if (mean := _mean_of(node)) is not None:
+            yield factors, *mean
+        elif name == "MeanBackward0":
+            count = node._saved_self_sym_numel
+            # In the mean of n losses, each loss counts n times less, and so do its parts.
+            part = _Factor(count, divides=True, counts=False)
+            below = self._below_each(node, (*factors, part, part) if count > 1 else factors)
+            yield from below or [(factors, count, count)]
+        elif name.startswith("Div"):
+            below, *others = [below for below, _ in node.next_functions]
+            if (divisor := _saved(node, "other")) is not None:
+                counts = others in ([], [None]) or _is_sum(below)
+                yield from self.means_below(below, (*factors, _Factor(divisor, True, counts)))
+        elif name.startswith("Mul"):
+            belows = [below for below, _ in node.next_functions]
+            is_number = belows.count(None) >= len(belows) - 1
+            for below, other in zip(belows, ("other", "self"), strict=False):
+                if below is not None and (factor := _saved(node, other)) is not None:
+                    further = _Factor(factor, False, is_number)
+                    yield from self.means_below(below, (*factors, further))
+        elif name.startswith(_THROUGH):
+            for below, _ in reversed(node.next_functions):  # losses before the sum of earlier ones
+                yield from self.means_below(below, factors)
+        elif _is_sum(node):
+            below = self._below_each(node, factors) if name == "SumBackward0" else []
+            yield from below or self._sum(node, factors)
 
-        The count is None for a further part of a mean that has come before.
-        """
-        nodes: list[tuple[Any, tuple[_Factor, ...]]] = [(root, factors)]
-        while nodes and self._left:
-            self._left -= 1
-            node, factors = nodes.pop()
-            if node is None:
-                continue
-            name = type(node).__name__
-            if (mean := _mean_of(node)) is not None:
-                yield factors, *mean
-            elif name == "MeanBackward0":
-                count = node._saved_self_sym_numel
-                # In the mean of n losses, each loss counts n times less, and so do its parts.
-                part = _Factor(count, divides=True, counts=False)
-                below = self._below_each(node, (*factors, part, part) if count > 1 else factors)
-                yield from below or [(factors, count, count)]
-            elif name.startswith("Div"):
-                below, *others = [below for below, _ in node.next_functions]
-                if (divisor := _saved(node, "other")) is not None:
-                    counts = others in ([], [None]) or _is_sum(below)
-                    nodes.append((below, (*factors, _Factor(divisor, True, counts))))
-            elif name.startswith("Mul"):
-                belows = [below for below, _ in node.next_functions]
-                for below, other in zip(belows, ("other", "self"), strict=False):
-                    if below is not None and (factor := _saved(node, other)) is not None:
-                        is_number = belows.count(None) >= len(belows) - 1
-                        nodes.append((below, (*factors, _Factor(factor, False, is_number))))
-            elif name.startswith(_THROUGH):
-                nodes.extend((below, factors) for below, _ in node.next_functions)
-            elif _is_sum(node):
-                below = self._below_each(node, factors) if name == "SumBackward0" else []
-                yield from below or self._sum(node, factors)
-
-    def _below_each(self, node: Any, factors: tuple[_Factor, ...]) -> list[Any]:
+    def _below_each(self, node: Any, factors: tuple[_Factor, ...]) -> list[_Mean]:
         """The means in the single numbers that a node adds up; none if it adds up others."""
         below, count = node.next_functions[0][0], _elements(node)
         single = [below]
@@ -225,9 +210,7 @@ class _Walk:
             return []
         return [mean for each in single for mean in self.means_below(each, factors)]
 
-    def _sum(
-        self, node: Any, factors: tuple[_Factor, ...]
-    ) -> Iterator[tuple[tuple[Any, ...], Any, int]]:
+    def _sum(self, node: Any, factors: tuple[_Factor, ...]) -> Iterator[_Mean]:
         """The mean that a sum becomes with the innermost factor that may be its count."""
         counts = [each for each in factors if each.counts]
         if not counts:
