@@ -118,13 +118,10 @@ def outcome_of(process: subprocess.Popen[bytes], folder: Path) -> Outcome:
 def error_of(folder: Path, ended: Outcome) -> BaseException | None:
     """Why there are no results: what the first failed rank has raised, or how it has ended."""
     if ended.status:
-        error = raised_by_first(folder, ended)
-        if error is None and ended.rank is not None:
-            error = RankLostError(ended.reason)
-        if error is None:
-            text = ended.reason or f"the ranks have ended with status {ended.status}"
-            error = LaunchError(text)
-        return error
+        if (error := raised_by_first(folder, ended)) is not None:
+            return error
+        reason = ended.reason or f"the ranks have ended with status {ended.status}"
+        return LaunchError(reason) if ended.rank is None else RankLostError(reason)
     for rank in range(ended.size):
         if not outcome_in(folder, rank).exists():
             return RankLostError(

@@ -15,12 +15,7 @@ from typing import Any
 from hvkit.host.hardware import within_limit
 from hvkit.host.network import Interface
 from hvkit.launching.hosts import Host
-from hvkit.launching.reachability import (
-    ANOTHER_ANSWERS,
-    Reach,
-    Reachability,
-    connect_all,
-)
+from hvkit.launching.reachability import ANOTHER_ANSWERS, Reach, Reachability, connect_all
 from hvkit.launching.ssh import Answer, RemoteShell, last_line, remote_shell, run_on_hosts
 from hvkit.log import counted
 

@@ -54,7 +54,7 @@ def choose_hosts(
     """
     with_slots = all(host.slots is not None for host in hosts)
     # A host without ranks need not be ready, unless it may take the place of another.
-    candidates = placed(hosts, size) if with_slots and least is None else tuple(hosts)
+    candidates = hosts_with_ranks(hosts, size) if with_slots and least is None else tuple(hosts)
     facts, left_out = _facts(candidates, command, system, connect)
     ready = [
         replace(host, slots=host.slots or facts[host.name].cpus)
@@ -65,7 +65,9 @@ def choose_hosts(
         raise _not_ready(left_out, facts)
     if least is not None:
         if not left_out:
-            placed(ready, size)  # raises if there are fewer slots than ranks though all are ready
+            hosts_with_ranks(
+                ready, size
+            )  # raises if there are fewer slots than ranks though all are ready
         staying = [host for host in ready if host.name not in preempted]
         if _slots(staying) >= least:
             left_out = dict.fromkeys(preempted, "it got SIGTERM") | left_out
@@ -76,12 +78,12 @@ def choose_hosts(
                 f"are needed\n{_listed(left_out)}"
             )
         size = None if size is None else min(size, _slots(ready))
-    hosts = placed(ready, size)
+    hosts = hosts_with_ranks(ready, size)
     facts = {host.name: facts[host.name] for host in hosts}
     _refuse_same(facts)
     numbers = ((host.name, host.slots or 0, facts[host.name].cpus) for host in hosts)
     of_hosts = {name: found.interfaces for name, found in facts.items()}
-    by_user = named(names, of_hosts) if names else ()
+    by_user = named_interfaces(names, of_hosts) if names else ()
     others = [host.name for host in hosts if not is_local(host.name)]
     used = by_user
     addresses: tuple[str, ...] = ("127.0.0.1",)
@@ -89,7 +91,7 @@ def choose_hosts(
         addresses = _addresses_towards(others)
         reached_at: dict[str, Sequence[str]] = dict.fromkeys(of_hosts, addresses)
         reached_at |= {name: list(map(str, addresses_of(name))) for name in others}
-        used = by_user or joining(of_hosts, reached_at)
+        used = by_user or interfaces_between(of_hosts, reached_at)
     return Job(
         hosts,
         networks=_networks(used),
@@ -103,7 +105,7 @@ def choose_hosts(
     )
 
 
-def placed(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
+def hosts_with_ranks(hosts: Sequence[Host], size: int | None) -> tuple[Host, ...]:
     """The hosts that get ranks; ``slots`` becomes the number of ranks on each.
 
     Ranks fill the slots of a host before the next host gets any, as with mpirun.
@@ -241,14 +243,14 @@ def _daemon_networks(
         return networks
     # Open MPI's daemons are built without IPv6.
     towards_hosts = [i for i in here if i.address in sources and i.version == 4]
-    return spanning([*used, *towards_hosts], [*of_hosts, here])
+    return common_networks([*used, *towards_hosts], [*of_hosts, here])
 
 
 def _networks(used: Sequence[Interface]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(interface.network for interface in used))
 
 
-def joining(
+def interfaces_between(
     interfaces: Mapping[str, Sequence[Interface]], reached_at: Mapping[str, Sequence[str]]
 ) -> tuple[Interface, ...]:
     """The interface of each host that the other hosts reach it through; empty if unknown.
@@ -266,7 +268,7 @@ def joining(
     return known if len(known) == len(chosen) else _in_common_network(interfaces)
 
 
-def named(
+def named_interfaces(
     names: Sequence[str], interfaces: Mapping[str, Sequence[Interface]]
 ) -> tuple[Interface, ...]:
     """The interfaces of each host that the user named; IPv6 only where a host has no IPv4."""
@@ -286,7 +288,9 @@ def named(
     return tuple(chosen)
 
 
-def spanning(used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]) -> tuple[str, ...]:
+def common_networks(
+    used: Sequence[Interface], hosts: Sequence[Sequence[Interface]]
+) -> tuple[str, ...]:
     """The networks of ``used``, for hosts that are each in at least one of them.
 
     Open MPI's daemons warn about networks that their host is not in. If a host is not in all of

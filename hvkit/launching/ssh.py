@@ -89,10 +89,7 @@ def remote_shell(system: str | None, connect: float = _CONNECT) -> RemoteShell:
 
 
 def run_on_hosts(
-    hosts: Sequence[Host],
-    command: Sequence[str],
-    timeout: float,
-    shell: RemoteShell | None = None,
+    hosts: Sequence[Host], command: Sequence[str], timeout: float, shell: RemoteShell | None = None
 ) -> list[Answer]:
     """Run ``command`` on all hosts at once; the answers are in the order of the hosts.
 

@@ -147,7 +147,7 @@ def report(failures: Sequence[Failure], other_hosts: Collection[str] = (), cause
     return "\n".join(lines)
 
 
-def reported(failures: Sequence[Failure], cause: str = "") -> set[int]:
+def hidden_tracebacks(failures: Sequence[Failure], cause: str = "") -> set[int]:
     """The ranks whose tracebacks are not shown: the reported one, the same, consequences."""
     first = first_failure(failures)
     if first is None:

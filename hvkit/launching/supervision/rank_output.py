@@ -195,7 +195,7 @@ class RankOutput:
 
     def last_lines(self) -> list[str]:
         """The last lines of both streams that explain why the rank ends; a traceback is whole."""
-        lines, whole = self._last.telling(), self._lines_of_traceback()
+        lines, whole = self._last.relevant(), self._lines_of_traceback()
         if not whole or whole[-1] not in lines:
             return lines
         behind = lines[::-1].index(whole[-1])
@@ -294,7 +294,7 @@ class LastLines:
         """The lines as a terminal shows them, without empty ones."""
         return [text for _, text in self._texts()]
 
-    def telling(self) -> list[str]:
+    def relevant(self) -> list[str]:
         """The lines that may explain why the rank ends: no old ones, no greetings, no warnings."""
         recent = time.monotonic() - _OLD
         text = "".join(f"{line}\n" for at, line in self._texts() if at > recent)

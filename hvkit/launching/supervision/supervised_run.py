@@ -20,9 +20,9 @@ from hvkit.launching.supervision import processes, protocol
 from hvkit.launching.supervision.failures import (
     Failure,
     first_failure,
+    hidden_tracebacks,
     in_one_line,
     report,
-    reported,
 )
 from hvkit.launching.supervision.protocol import AgentSettings, Frame
 from hvkit.launching.supervision.rank_output import Style
@@ -187,7 +187,7 @@ class _Supervision:
         self.launcher_output.finish(_LAUNCHER_PRINTS)
         if self.launcher_explains_end(status):
             self.launcher_output.show_kept()
-        self.supervisor.close(reported(self.supervisor.failures, self.reports.cause))
+        self.supervisor.close(hidden_tracebacks(self.supervisor.failures, self.reports.cause))
 
     def launcher_explains_end(self, status: int | None) -> bool:
         """Whether the launcher's last output may explain the end of the run."""

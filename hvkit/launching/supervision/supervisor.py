@@ -182,15 +182,15 @@ class Supervisor:
             rank.output.interrupted = True
         self.send_all(*self._ending)
 
-    def close(self, reported: Collection[int] = ()) -> None:
+    def close(self, hidden: Collection[int] = ()) -> None:
         """Admit no more agents, show the rest of the output, and close the log files.
 
-        Tracebacks of the ranks in ``reported`` are dropped if they were not shown yet.
+        Tracebacks of the ranks in ``hidden`` are dropped if they were not shown yet.
         """
         self._ends.set()
         self._listener.close()
         for rank in list(self.ranks.values()):
-            self.write(functools.partial(rank.output.close, drop=rank.number in reported))
+            self.write(functools.partial(rank.output.close, drop=rank.number in hidden))
 
     def hang_up(self) -> None:
         """Close the connections to agents that are left."""

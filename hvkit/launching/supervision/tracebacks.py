@@ -20,8 +20,7 @@ _HEAD = "|".join(map(re.escape, _HEADS))
 _IN_THREAD = "Exception in thread "
 # A traceback, or a SyntaxError of the script itself, which has no header.
 _BEGIN = re.compile(
-    rf'^(?:{_IN_THREAD}[^\n]*\n)?(?:{_HEAD})|^  File "[^"\n]+", line \d+\n'.encode(),
-    re.MULTILINE,
+    rf'^(?:{_IN_THREAD}[^\n]*\n)?(?:{_HEAD})|^  File "[^"\n]+", line \d+\n'.encode(), re.MULTILINE
 )
 # A traceback, or a line of hvkit's, after the unfinished line of a progress bar.
 _GLUED = re.compile(rf"(\r[^\r\n]+?)({_HEAD}|hvkit: )".encode())

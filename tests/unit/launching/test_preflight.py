@@ -9,7 +9,7 @@ from hvkit.host.network import Interface
 from hvkit.launching import preflight
 from hvkit.launching.hosts import Host
 from hvkit.launching.launchers import Job
-from hvkit.launching.preflight import choose_hosts, placed
+from hvkit.launching.preflight import choose_hosts, hosts_with_ranks
 from hvkit.launching.probe import NOT_FOUND, Facts, RankCommand
 
 TWO_AND_ONE = (Host("node1", slots=2), Host("node2", slots=1, user="ann"))
@@ -22,7 +22,7 @@ def chosen(hosts=TWO_AND_ONE, size=3, **changes):
 
 @pytest.mark.parametrize(("size", "expected"), [(1, [1]), (2, [2]), (3, [2, 1]), (None, [2, 1])])
 def test_slots_of_a_host_are_filled_before_the_next(size, expected):
-    found = placed(TWO_AND_ONE, size)
+    found = hosts_with_ranks(TWO_AND_ONE, size)
     assert [host.slots for host in found] == expected
     assert [host.user for host in found] == [None, "ann"][: len(expected)]
     assert Job(found, ("true",)).size == sum(expected)
@@ -30,9 +30,9 @@ def test_slots_of_a_host_are_filled_before_the_next(size, expected):
 
 def test_more_ranks_than_slots_are_refused_with_both_numbers():
     with pytest.raises(LaunchError, match=r"-np 4 is more than the 3 slots .*node1 2, node2 1"):
-        placed(TWO_AND_ONE, 4)
+        hosts_with_ranks(TWO_AND_ONE, 4)
     with pytest.raises(LaunchError, match="-np 2 is more than the 1 slot of the hosts"):
-        placed([Host("node1", slots=1)], 2)
+        hosts_with_ranks([Host("node1", slots=1)], 2)
 
 
 def test_a_host_without_ranks_is_not_checked(hosts):

@@ -4,7 +4,7 @@ import pytest
 
 from hvkit.errors import LaunchError
 from hvkit.host.network import Interface
-from hvkit.launching.preflight import joining, named, spanning
+from hvkit.launching.preflight import common_networks, interfaces_between, named_interfaces
 
 LOOPBACK = Interface("lo", "127.0.0.1", "127.0.0.0/8")
 DOCKER = Interface("docker0", "172.17.0.1", "172.17.0.0/16")
@@ -47,7 +47,7 @@ SIX = [Interface("eth1", f"fd00::{number}", "fd00::/64") for number in (1, 2)]
 )
 def test_hosts_are_joined_by(interfaces, reached_at, expected):
     by_name = {name: host(*own) for name, own in zip("ab", interfaces, strict=True)}
-    assert joining(by_name, {"a": [reached_at[0]], "b": [reached_at[1]]}) == expected
+    assert interfaces_between(by_name, {"a": [reached_at[0]], "b": [reached_at[1]]}) == expected
 
 
 FAR, FOREIGN, THIRD = (
@@ -71,23 +71,23 @@ FAR, FOREIGN, THIRD = (
     ],
 )
 def test_hosts_in_different_networks_get_one_network_around_them(used, hosts, networks):
-    assert spanning(used, hosts) == networks
+    assert common_networks(used, hosts) == networks
 
 
 def test_users_name_interfaces_or_networks():
     hosts = {"a": host(ethernet(1), fabric(1)), "b": host(ethernet(2, "ens5"), fabric(2))}
-    assert named(["eth0", "ens5"], hosts) == (ethernet(1), ethernet(2, "ens5"))
-    assert named(["192.168.0.0/24"], hosts) == (fabric(1), fabric(2))
+    assert named_interfaces(["eth0", "ens5"], hosts) == (ethernet(1), ethernet(2, "ens5"))
+    assert named_interfaces(["192.168.0.0/24"], hosts) == (fabric(1), fabric(2))
 
 
 @pytest.mark.parametrize("name", ["eth9", "10.9.0.0/24", "10.0.0.0/x"])
 def test_an_interface_that_no_host_has_is_refused(name):
     message = rf"--interfaces {name}: no host has it; use one of docker0 \(172.17.0.0/16\), eth0 \("
     with pytest.raises(LaunchError, match=message):
-        named(["eth0", name], {"a": host(ethernet(1)), "b": host(ethernet(2))})
+        named_interfaces(["eth0", name], {"a": host(ethernet(1)), "b": host(ethernet(2))})
 
 
 def test_a_host_without_any_of_the_interfaces_is_refused():
     message = r"--interfaces eth0: b has none of these, it has docker0 .*, ens5 .*: add one of them"
     with pytest.raises(LaunchError, match=message):
-        named(["eth0"], {"a": host(ethernet(1)), "b": host(ethernet(2, "ens5"))})
+        named_interfaces(["eth0"], {"a": host(ethernet(1)), "b": host(ethernet(2, "ens5"))})

@@ -5,9 +5,9 @@ import pytest
 from hvkit.launching.supervision.failures import (
     Failure,
     first_failure,
+    hidden_tracebacks,
     in_one_line,
     report,
-    reported,
 )
 
 
@@ -61,22 +61,22 @@ def test_only_tracebacks_that_a_report_shows_or_that_follow_from_it_are_not_show
     first = raising(0, "ValueError: 7")
     same, lost = raising(1, "ValueError: 7", at=1), raising(2, "RankLostError: rank 0", at=1)
     other = raising(3, "KeyError: 'x'", at=1)
-    assert reported([first, same, lost, other]) == {0, 1, 2}
+    assert hidden_tracebacks([first, same, lost, other]) == {0, 1, 2}
     # Other last lines leave it no room in the report.
-    assert reported([raising(0, "ValueError: 7", last_lines=("1", "2"))]) == set()
+    assert hidden_tracebacks([raising(0, "ValueError: 7", last_lines=("1", "2"))]) == set()
 
 
 def test_a_handled_traceback_is_shown_though_the_rank_ends_because_of_another():
     lost = ("hvkit: RankLostError: rank 1 has ended",)
     handled = raising(0, "ValueError: handled", last_lines=lost)
     behind = raising(2, "RankLostError: x\nRESULT 42", at=1)
-    assert reported([handled, raising(1, "KeyError: 'x'", at=1), behind]) == {1}
+    assert hidden_tracebacks([handled, raising(1, "KeyError: 'x'", at=1), behind]) == {1}
 
 
 def test_errors_in_exception_groups_are_compared_and_named():
     group = "  | ExceptionGroup: two", "  +-+---- 1 ----", "    | ValueError: 7", "    +--------"
     one, other = (failure(r, "a", 1, last_lines=group, traceback=group) for r in (0, 1))
-    assert reported([one, other]) == {0, 1}
+    assert hidden_tracebacks([one, other]) == {0, 1}
     assert in_one_line([one]).endswith("exit status 1: ValueError: 7")
 
 
