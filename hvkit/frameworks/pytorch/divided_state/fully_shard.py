@@ -36,7 +36,6 @@ from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
 from hvkit.frameworks.pytorch.learning_rate import checksum_of_rates, rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import see_all_ranks
-from hvkit.frameworks.pytorch.model_parallel.meta_device import holders_in
 from hvkit.frameworks.pytorch.model_parallel.model_state import ModelState
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 from hvkit.frameworks.pytorch.model_parallel.whole_parameters import WholeParameters
@@ -263,25 +262,26 @@ def _units_of(model: nn.Module) -> list[nn.Module]:
 
     None shares a parameter with the rest of the model, and none is inside another.
     """
-    uses = {p: len(names) for p, names in holders_in(model).items()}
+    uses = _uses_in(model)
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         is_list = isinstance(module, nn.ModuleList | nn.Sequential)
         for child in module.children():
-            parameters = list(child.parameters())
-            inside = dict.fromkeys(parameters, 0)
-            for part in child.modules():
-                for p in part.parameters(recurse=False):
-                    inside[p] += 1
-            unshared = all(uses[p] == inside[p] for p in parameters)
-            if is_list and parameters and unshared and not isinstance(child, nn.ModuleList):
+            inside = _uses_in(child)
+            unshared = all(uses[p] == number for p, number in inside.items())
+            if is_list and inside and unshared and not isinstance(child, nn.ModuleList):
                 found.append(child)
             else:
                 search(child)
 
     search(model)
     return found
+
+
+def _uses_in(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many modules inside this one have each parameter directly."""
+    return Counter(p for each in module.modules() for p in each.parameters(recurse=False))
 
 
 def shard_stage(
@@ -366,7 +366,7 @@ def _parts_within(
         if not has_cut and all(p in sharded for p in unit.parameters()):
             found.append(unit)
             taken.update(unit.parameters())
-    uses = Counter(p for each in model.modules() for p in each.parameters(recurse=False))
+    uses = _uses_in(model)
     outer = {""}
     for name in called:
         while name := name.rpartition(".")[0]:
