@@ -64,10 +64,8 @@ def choose_hosts(
     if left_out and (least is None or not ready):
         raise _not_ready(left_out, facts)
     if least is not None:
-        if not left_out:
-            hosts_with_ranks(
-                ready, size
-            )  # raises if there are fewer slots than ranks though all are ready
+        if not left_out:  # raises if all are ready but have too few slots
+            hosts_with_ranks(ready, size)
         staying = [host for host in ready if host.name not in preempted]
         if _slots(staying) >= least:
             left_out = dict.fromkeys(preempted, "it got SIGTERM") | left_out
