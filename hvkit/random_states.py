@@ -39,17 +39,6 @@ def set_global_states(states: States) -> None:
         sys.modules["torch"].set_rng_state(states["torch"])
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(one, torch.Tensor):
-        return bool(torch.equal(one, other))
-    return bool(one == other)
-
-
 def as_text(states: States) -> dict[str, str]:
     """States as text, for messages and files."""
     return {name: _as_text(name, state) for name, state in states.items()}
@@ -151,7 +140,7 @@ class FixedRandomness:
         self._outside = {
             name: state
             for name, state in outside.items()
-            if name in inside and not equal(state, inside[name])
+            if name in inside and _as_text(name, state) != _as_text(name, inside[name])
         }
         self._generators.set({name: inside[name] for name in self._outside})
 

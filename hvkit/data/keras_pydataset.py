@@ -12,7 +12,7 @@ import numpy as np
 from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.data.arrays import digest_of_rows
 from hvkit.data.rank_samples import Split, seed_from
-from hvkit.random_states import FixedRandomness, Generators, as_text, equal, from_text
+from hvkit.random_states import FixedRandomness, Generators, as_text, from_text
 
 
 class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
@@ -103,11 +103,11 @@ class ShardedPyDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def _end_epoch(self, randomness: AbstractContextManager[None]) -> None:
         generators = Generators()
         with randomness:
-            before = generators.states()
+            before = as_text(generators.states())
             self._inner.on_epoch_end()
-            after = generators.states()
-        drawn = {name: each for name, each in before.items() if not equal(each, after[name])}
-        self._drawn.append({} if self._seed is not None else as_text(drawn))
+            after = as_text(generators.states())
+        drawn = {name: each for name, each in before.items() if each != after[name]}
+        self._drawn.append({} if self._seed is not None else drawn)
         self._epoch += 1
 
     def _has_own(self, hook: str) -> bool:

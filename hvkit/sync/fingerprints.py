@@ -294,9 +294,9 @@ def require_same_buffers(facts: Sequence[str]) -> bool:
     if len(set(collectives.share("average_buffers", None, digest))) > 1:
         advice = "call average_buffers with the same module on every rank"
         collectives.require_equal("module", facts, advice, "average_buffers")
-    first = digest not in _averaged
+    before = len(_averaged)
     _averaged.add(digest)
-    return first
+    return len(_averaged) > before
 
 
 def warn_of_integers(compared: Sequence[Compared], rows: Sequence[Rows]) -> None:

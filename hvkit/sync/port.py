@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -214,10 +215,9 @@ def remember(
     group: Group | None = None,
 ) -> None:
     """Remember models and optimizers as distributed; the models must keep their keeper."""
-    of_keeper = None if keeper is None else ref(keeper)
     plain = [_plain(model) for model in models]
     known = [(_plain(thing), each) for thing, each in records]
-    _models.update((model, of_keeper) for model in plain)
+    _models.update((model, None if keeper is None else ref(keeper)) for model in plain)
     if group is not None and not group.is_all_ranks:
         _groups.update((each, group) for each in (*plain, *(thing for thing, _ in known)))
     local = keeper is not None and keeper.local
@@ -310,14 +310,8 @@ def warn_of_own_models(optimizer: str) -> None:
     )
 
 
-@dataclass
-class SkippedSteps:
-    """How many steps of this process were skipped."""
-
-    number: int = 0
-
-
-skipped_steps = SkippedSteps()
+# Their number in this process.
+skipped_steps = SimpleNamespace(number=0)
 
 
 class Statistics(Protocol):
@@ -336,15 +330,10 @@ def describe_nonfinite(
     by_rank: Sequence[Sequence[str]], members: Sequence[int] | None = None
 ) -> str:
     """The sentence about ranks with gradients that are not finite, and their parameters' names."""
-    members = members or range(len(by_rank))
-    found = [
-        f"rank {rank} has a NaN or infinite gradient of {_listed(names)}"
-        for rank, names in zip(members, by_rank, strict=True)
-        if names
-    ]
+    found = []
+    for rank, names in zip(members or range(len(by_rank)), by_rank, strict=True):
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        listed = f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"
+        if names:
+            found.append(f"rank {rank} has a NaN or infinite gradient of {listed}")
     return "; ".join(found)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:_SHOWN])}{more}"

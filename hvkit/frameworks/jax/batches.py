@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.communication.collectives import gather, raise_together
+from hvkit.communication.collectives import gather, together
 from hvkit.errors import RanksDisagreeError, ranks_text
 from hvkit.frameworks.jax.arrays import (
     LOCAL,
@@ -141,16 +141,11 @@ def batch(*arrays: Any) -> Any:
             each()
         return given
     leaves, structure = jax.tree.flatten(given)
-    local: list[NDArray[Any]] = []
-    problem: Exception | None = None
-    try:
-        if leaves and all(map(is_global, leaves)):
-            return given
+    if leaves and all(map(is_global, leaves)):
+        return given
+    with together("batch"):
         local = [rows_of(leaf) for leaf in leaves]
         _require_rows(local)
-    except Exception as error:  # of any type: the other ranks must not wait for this one
-        problem = error
-    raise_together(problem, "batch")
     return jax.tree.unflatten(structure, as_one(local, str(structure), "batch")[0])
 
 
