@@ -162,3 +162,7 @@ class _Options(CommandParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"hvkit.launch: {message}")
+
+    def print_help(self, file: object = None) -> NoReturn:
+        """Raise ``UsageError``: this is no command, whose help would end the process."""
+        self.error("options has --help: `hvkit run --help` lists the options")

@@ -44,7 +44,6 @@ class RankReport(Whereabouts, total=False):
     """Where a rank is; moments are as of ``time.monotonic``."""
 
     moved: float  # when the first report with this step came
-    speed: float | None  # samples a second, with ``hvkit.Monitor``
     at: float  # when it was there
 
 
@@ -54,6 +53,7 @@ class RankState(RankReport):
     rank: Required[int]
     host: Required[str]
     ended: Required[bool]
+    speed: Required[float | None]  # samples a second, with ``hvkit.Monitor``
 
 
 @dataclass(frozen=True)

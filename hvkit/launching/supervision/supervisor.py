@@ -367,7 +367,7 @@ class Supervisor:
                 run.step = max(step, run.step)
                 report: run_status.RankReport
                 report = {"call": call, "waits": waits, "where": where, "step": step}
-                report |= {"moved": moved, "speed": rank.speed}
+                report["moved"] = moved
                 rank.reports.take(report, made, time.time(), arrived)
             case {"speed": int(speed) | float(speed)}:
                 rank.speed = speed
