@@ -6,7 +6,7 @@ import bisect
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -57,10 +57,13 @@ def decide(
     """Decide how to divide a model; a collective of the ranks that compute on the same batch."""
 
     def look(passed_on: Sequence[OutputPath] = ()) -> DryRun:
-        found = _dry_run(model, device, first, args, kwargs, passed_on)
+        run = functools.partial(dry_run, model, device=device, passed_on=passed_on)
+        found = other = _dry_run(run, first, args, kwargs)
         if options.mesh.pipeline > 1:
-            found = _with_other_mode(found, model, device, first, options, passed_on)
-        return found
+            # Errors of any type: in training the model may need targets, which are missing.
+            with _other_mode(model), suppress(Exception):
+                other = run(first.args, first.kwargs)
+        return _in_both_modes(found, other, options)
 
     found = look()
     kept = _on_all_ranks(found.side_outputs, same_batch)
@@ -107,21 +110,14 @@ def _same_on_all(plan: TensorPlan, same_batch: TorchChannel) -> TensorPlan:
     return replace(plan, sequence_regions=(), whole_regions=(*plan.whole_regions, why))
 
 
-def _dry_run(
-    model: nn.Module,
-    device: torch.device,
-    first: MicroBatch,
-    args: Any,
-    kwargs: Any,
-    passed_on: Sequence[OutputPath],
-) -> DryRun:
+def _dry_run(run: Callable[..., DryRun], first: MicroBatch, args: Any, kwargs: Any) -> DryRun:
     samples = samples_in(args, kwargs)
     try:
-        return dry_run(model, first.args, first.kwargs, device, passed_on)
+        return run(first.args, first.kwargs)
     except Exception as error:  # of any type: the model's
         if first.samples == samples:
             raise
-        dry_run(model, args, kwargs, device, passed_on)  # it may raise for the full batch, too
+        run(args, kwargs)  # it may raise for the full batch, too
         raise ValueError(
             f"the model takes the whole batch of {samples} samples, but not a micro-batch of "
             f"{first.samples}: {type(error).__name__}: {error}. A pipeline divides each input "
@@ -132,23 +128,11 @@ def _dry_run(
         ) from error
 
 
-def _with_other_mode(
-    found: DryRun,
-    model: nn.Module,
-    device: torch.device,
-    first: MicroBatch,
-    options: MeshOptions,
-    passed_on: Sequence[OutputPath],
-) -> DryRun:
+def _in_both_modes(found: DryRun, other: DryRun, options: MeshOptions) -> DryRun:
     """Add what a forward does in the other mode only, training or evaluation, as a head's loss.
 
     A cut must pass on the same tensors in both modes.
     """
-    with _other_mode(model):
-        try:
-            other = dry_run(model, first.args, first.kwargs, device, passed_on)
-        except Exception:  # of any type: in training the model may need targets, which are missing
-            return found
     other_places = {place.name: place for place in other.places}
     places = tuple(
         place
