@@ -23,7 +23,7 @@ from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.optimizers import inner_optimizer, share_scale
 from hvkit.frameworks.keras.refusals import is_averaged_by_horovod, note_averaged_by_horovod
 from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply
-from hvkit.frameworks.keras.tensorflow.wire import refuse_xla
+from hvkit.frameworks.keras.tensorflow.wire import of_values, refuse_xla
 
 
 def average_in_updates(
@@ -34,40 +34,16 @@ def average_in_updates(
     scale_local_gradients: bool,
     ranks: Callable[[], Any],
     lowest: Callable[[tf.Tensor], tf.Tensor],
-    local: dict[int, Any] | None = None,
 ) -> Any:
     """Make an optimizer reduce gradients over ranks before it uses them, and return it.
 
     ``apply`` updates once in ``backward_passes_per_step`` calls, with the sum of the gradients of
-    all of them, or their mean (``average_aggregated_gradients``). Gradients of the variables in
-    ``local``, by id, stay on their rank, divided by the number of ranks with
-    ``scale_local_gradients``. ``ranks`` returns that number, ``lowest`` the minimum over ranks.
+    all of them, or their mean (``average_aggregated_gradients``). Gradients of local variables stay
+    on their rank, divided by the number of ranks with ``scale_local_gradients``. ``ranks`` returns
+    that number, ``lowest`` the minimum over ranks.
     """
-    inner = inner_optimizer(optimizer)
-    if backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
-        raise ValueError(
-            f"backward_passes_per_step={backward_passes_per_step}, but the optimizer has "
-            f"gradient_accumulation_steps={inner.gradient_accumulation_steps}: leave one of the "
-            "two out"
-        )
-    note_averaged_by_horovod(inner)
     # By id: Keras compares variables by their values.
-    of_rank: dict[int, Any] = {} if local is None else local
-
-    def average_copy(other: Any) -> Any:
-        """Make another optimizer average in the same way, unless it averages already."""
-        if averages(other):
-            return other
-        return average_in_updates(
-            other,
-            allreduce_gradients,
-            backward_passes_per_step,
-            average_aggregated_gradients,
-            scale_local_gradients,
-            ranks,
-            lowest,
-            of_rank,
-        )
+    of_rank: dict[int, Any] = {}
 
     def register_local_var(variable: Any) -> None:
         """Keep the gradients of a variable on this rank."""
@@ -86,22 +62,32 @@ def average_in_updates(
         if scale_local_gradients:
             for i, v in enumerate(plain):
                 if id(v) in of_rank:
-                    means[i] = _of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
+                    means[i] = of_values(lambda g: g / tf.cast(ranks(), g.dtype), means[i])
         return means
 
     def finite_on_all(finite: tf.Tensor, _: Any) -> tf.Tensor:
         refuse_xla("the check for overflows in the optimizer")
         return tf.cast(lowest(tf.cast(finite, tf.int32)), tf.bool)
 
-    average_in_apply(inner, average, lambda _: None)
-    if backward_passes_per_step > 1:
-        _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    share_scale(inner, finite_on_all)
-    inner.register_local_var = optimizer.register_local_var = register_local_var
-    _average_in_copies(inner, average_copy)
-    if optimizer is not inner:
-        _average_in_copies(optimizer, average_copy)
-    return optimizer
+    def average_in(optimizer: Any) -> Any:
+        inner = inner_optimizer(optimizer)
+        if backward_passes_per_step > 1 and inner.gradient_accumulation_steps:
+            raise ValueError(
+                f"backward_passes_per_step={backward_passes_per_step}, but the optimizer has "
+                f"gradient_accumulation_steps={inner.gradient_accumulation_steps}: leave one of "
+                "the two out"
+            )
+        note_averaged_by_horovod(inner)
+        average_in_apply(inner, average, lambda _: None)
+        if backward_passes_per_step > 1:
+            _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
+        share_scale(inner, finite_on_all)
+        inner.register_local_var = optimizer.register_local_var = register_local_var
+        for each in (inner,) if optimizer is inner else (inner, optimizer):
+            _average_in_copies(each, lambda other: other if averages(other) else average_in(other))
+        return optimizer
+
+    return average_in(optimizer)
 
 
 class AveragingConfig(dict[str, Any]):
@@ -234,7 +220,7 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
         def update() -> tf.Tensor:
             added_up = [sums[id(v)][1] if id(v) in sums else None for v in plain]
             totals = [None if each is None else each.read_value() for each in added_up]
-            apply([_of_values(lambda g: g / passes if mean else g, t) for t in totals], variables)
+            apply([of_values(lambda g: g / passes if mean else g, t) for t in totals], variables)
             with tf.control_dependencies([t for t in totals if t is not None]):
                 for each in added_up:
                     if each is not None:
@@ -250,13 +236,3 @@ def _accumulate(optimizer: Any, passes: int, mean: bool) -> None:
 
 def _dense(gradient: Any) -> Any:
     return None if gradient is None else tf.convert_to_tensor(gradient)
-
-
-def _of_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
-    """A gradient with another scale; None where there is none."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = function(gradient.values)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return function(gradient)

@@ -14,11 +14,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hvkit.frameworks.keras.backends import (
-    ON_TENSORFLOW,
-    not_converted,
-    outside_graphs,
-)
+from hvkit.frameworks.keras.backends import ON_TENSORFLOW, not_converted, outside_graphs
 from hvkit.frameworks.keras.loss_means import rows_in_step
 from hvkit.frameworks.keras.refusals import weights_of_models
 from hvkit.runtime import Group
@@ -30,7 +26,14 @@ if ON_TENSORFLOW:
     import tensorflow as tf
 
     from hvkit.frameworks.keras.tensorflow.gather import gather_rows
-    from hvkit.frameworks.keras.tensorflow.wire import GraphWait, Wire, as_one, refuse_xla, widened
+    from hvkit.frameworks.keras.tensorflow.wire import (
+        GraphWait,
+        Wire,
+        as_one,
+        name_in_graph,
+        refuse_xla,
+        widened,
+    )
 
 
 GatherRow = Callable[[str, Group, Any], Any]
@@ -90,14 +93,20 @@ def _samples(layer: Any, inputs: Any, mask: Any) -> Any:
 
 def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> None:
     """Average the moving statistics of batch-norm layers that train; a collective."""
-    kept = _statistics_in(model)
-    if not kept:
-        return
-    mean = functools.partial(Wire("batch norm", group).mean, name=wait.key)
-    wide = [tf.cast(v.value, tf.float32) for v in kept]
-    means = as_one(wide, functools.partial(wait.around, collective=mean))
-    for variable, each in zip(kept, means, strict=True):
-        variable.assign(tf.cast(each, variable.dtype))
+    _average_over_ranks(_statistics_in(model), wait, group)
+
+
+def _average_over_ranks(variables: Sequence[Any], wait: GraphWait, group: Group | None) -> None:
+    """Average variables, those of one dtype in one collective."""
+    by_dtype: dict[str, list[Any]] = {}
+    for v in variables:
+        by_dtype.setdefault(v.dtype, []).append(v)
+    for dtype, same in by_dtype.items():
+        mean = functools.partial(Wire("batch norm", group).mean, name=f"{wait.key}.{dtype}")
+        wide = [widened(tf.convert_to_tensor(v.value)) for v in same]
+        means = as_one(wide, functools.partial(wait.around, collective=mean))
+        for v, each in zip(same, means, strict=True):
+            v.assign(tf.cast(each, v.dtype))
 
 
 class LastStatistics:
@@ -154,14 +163,17 @@ def gather_row(name: str, group: Group, row: tf.Tensor) -> tf.Tensor:
     rows = rows_in_step()
     sent = row if rows is None else tf.concat([row, tf.cast([rows], row.dtype)], axis=0)
 
-    def share(gathered: tf.Tensor) -> tf.Tensor | None:
+    def rows_for_each(gathered: tf.Tensor) -> tf.Tensor | None:
         if rows is None:
             return None
         of_ranks = tf.cast(gathered[:, -1], tf.float64)
         return tf.math.divide_no_nan(tf.reduce_sum(of_ranks), of_ranks[group.rank])
 
     wire = Wire("batch norm", group)
-    gathered = gather_rows(sent[None], [1] * group.size, name, _wait_for_row(group), wire, share)
+    counts, wait = [1] * group.size, _wait_for_row(group)
+    if not tf.executing_eagerly():  # which may run two calls of a layer at the same time
+        name = name_in_graph(name)
+    gathered = gather_rows(sent[None], counts, name, wait, wire, rows_for_each)
     return gathered[:, : row.shape[0]]
 
 
@@ -179,24 +191,15 @@ def average(layers: Sequence[keras.layers.Layer]) -> None:
         first = require_same_buffers([f"{v.name}: {tuple(v.shape)}, {v.dtype}" for v in variables])
     else:
         refuse_xla("hvkit.average_buffers")
-    by_dtype: dict[str, list[Any]] = {}
-    for v in variables:
-        if tf.as_dtype(v.dtype).is_floating:
-            by_dtype.setdefault(v.dtype, []).append(v)
-    for dtype, same_dtype in by_dtype.items():
-        wide = [widened(tf.convert_to_tensor(v.value)) for v in same_dtype]
-        name = f"hvkit.average_buffers.{dtype}"
-        mean = functools.partial(Wire("batch norm").mean, name=name)
-        means = as_one(wide, functools.partial(_wait().around, collective=mean))
-        for v, each in zip(same_dtype, means, strict=True):
-            v.assign(tf.cast(each, v.dtype))
+    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    _average_over_ranks(floating, _wait_for_buffers(), None)
     if first:
         rest = [v for v in variables if not tf.as_dtype(v.dtype).is_floating]
         warn_of_integers(*fingerprints_of(rest))
 
 
 @functools.cache
-def _wait() -> GraphWait:
+def _wait_for_buffers() -> GraphWait:
     return GraphWait("hvkit.average_buffers", "hvkit.average_buffers")
 
 

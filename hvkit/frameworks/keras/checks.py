@@ -25,16 +25,21 @@ from hvkit.frameworks.keras.backends import ON_TENSORFLOW, backend_variable, out
 from hvkit.frameworks.keras.divided_state import ids_of_slots
 from hvkit.frameworks.keras.initial_state import compared_in_adapted
 from hvkit.frameworks.keras.optimizers import inner_optimizer
-from hvkit.frameworks.keras.refusals import is_alike, is_distributed, weights_of_distributed
+from hvkit.frameworks.keras.refusals import is_distributed, stays_the_same, weights_of_distributed
 from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows
-from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-    from hvkit.frameworks.keras.tensorflow.wire import Wire, graph_counter, nothing, values_of
+    from hvkit.frameworks.keras.tensorflow.wire import (
+        Wire,
+        graph_counter,
+        nothing,
+        raise_together,
+        values_of,
+    )
 
 
 # The distance from 1 to the next number.
@@ -50,7 +55,7 @@ def compared_in(compared: Any) -> tuple[list[Compared], list[Rows]]:
         variables = [v for v in made_trainable(compared) if id(v) in shared]
         if is_distributed(compared):
             adapted, rows = compared_in_adapted(compared)
-    elif not is_alike(inner_optimizer(compared)):
+    elif not stays_the_same(inner_optimizer(compared)):
         variables = []
     else:
         local = {id(v) for v in _accumulators(compared)} | ids_of_slots([compared])
@@ -155,15 +160,7 @@ class Checks:
         rows = _in_numpy(lambda *arrays: rows_of()(labels, arrays), values, tf.int64, [None, WIDTH])
         gathered = self._of_all_ranks(rows, "weights")
         text = _in_numpy(lambda rows: judge()(rows), [gathered], tf.string, [])
-        if tf.executing_eagerly():
-            if text.numpy():
-                error = RanksDisagreeError(text.numpy().decode())
-                raise mark_as_shown_by(error, self._group.first)
-            equal = tf.no_op()
-        else:
-            reason = tf.strings.join([for_graph(RanksDisagreeError(), on_every_rank=True), text])
-            equal = tf.debugging.Assert(tf.equal(text, ""), [reason])
-        with tf.control_dependencies([equal]):
+        with tf.control_dependencies([raise_together(text, RanksDisagreeError, self._group)]):
             planned = self._next.assign(self._done + (self._every or tf.maximum(self._done, 1)))
         with tf.control_dependencies([planned]):
             return nothing()

@@ -10,12 +10,11 @@ first.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -36,11 +35,6 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer, new_like, parts_o
 from hvkit.runtime import Group
 from hvkit.strategies import ShardedOptimizer
 
-if ON_TENSORFLOW:
-    import tensorflow as tf
-
-    from hvkit.frameworks.keras.tensorflow.wire import GraphWait, Wire, values_of
-
 # By optimizer: the innermost ones, which do the update.
 _states: WeakKeyDictionary[Any, PartialState] = WeakKeyDictionary()
 
@@ -55,21 +49,21 @@ def ids_of_slots(optimizers: Sequence[Any]) -> set[int]:
     return {id(slot) for state in states for slot, _ in state.slots}
 
 
-@contextmanager
-def gathered(optimizer: Any) -> Iterator[None]:
+def gathered(optimizer: Any) -> AbstractContextManager[None]:
     """A context in which rank 0 holds an optimizer's whole state; a collective if it is divided."""
-    with ExitStack() as stack:
-        for state in _states_of(optimizer):
-            stack.enter_context(state.gathered())
-        yield
+    return _all_of(state.gathered() for state in _states_of(optimizer))
+
+
+def unfolded(optimizer: Any) -> AbstractContextManager[None]:
+    """A context with room for an optimizer's whole state, to load it."""
+    return _all_of(state.unfolded() for state in _states_of(optimizer))
 
 
 @contextmanager
-def unfolded(optimizer: Any) -> Iterator[None]:
-    """A context with room for an optimizer's whole state, to load it."""
+def _all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for state in _states_of(optimizer):
-            stack.enter_context(state.unfolded())
+        for each in contexts:
+            stack.enter_context(each)
         yield
 
 
@@ -114,7 +108,11 @@ class PartialState(ABC):
             self._refuse_shared()
 
         def save_whole(store: Any) -> None:
-            self._refuse_part()
+            if not self._whole:
+                raise ValueError(
+                    f"saving {type(optimizer).__name__} on rank {runtime.rank()} would save only "
+                    f"the part of this rank: {self.how_to_save}"
+                )
             save(store)
 
         def load_own(store: Any) -> None:
@@ -136,9 +134,22 @@ class PartialState(ABC):
     def know(self, variables: Sequence[Any]) -> None:  # noqa: B027  # most need not
         """Called with all weights of the optimizer, before it is asked who holds them."""
 
+    @property
     @abstractmethod
-    def gathered(self) -> AbstractContextManager[None]:
+    def keeps_whole(self) -> bool:
+        """Whether ``collected`` yields the values to this rank."""
+
+    @abstractmethod
+    def collected(self) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
+        """Send the values of this rank's slots, or yield slots with values; a collective."""
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
         """A context in which rank 0 holds the whole state; a collective."""
+        with self.unfolded() if self.keeps_whole else nullcontext():
+            for slot, array in self.collected():
+                slot.assign(array)
+            yield
 
     def _divide(self) -> None:
         """Keep this rank's part of a state that was made before."""
@@ -182,14 +193,6 @@ class PartialState(ABC):
         finally:
             self._whole = False
             self._fold()
-
-    def _refuse_part(self) -> None:
-        """Raise if this rank holds only its own part of the state."""
-        if not self._whole:
-            raise ValueError(
-                f"saving {type(self._optimizer()).__name__} on rank {runtime.rank()} would save "
-                f"only the part of this rank: {self.how_to_save}"
-            )
 
 
 def _slots_of(optimizer: Any, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -247,12 +250,13 @@ class OptimizerShards(PartialState):
 
         def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
             owners = self.owner_of(variables)
-            owned = [i for i, owner in enumerate(owners) if owner == group.rank]
-            sender.leave_out([g for i, g in enumerate(grads) if i not in owned])
-            if owned or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
-                update([grads[i] for i in owned], [variables[i] for i in owned], rate)
+            pairs = list(zip(owners, grads, variables, strict=True))
+            sender.leave_out([g for owner, g, _ in pairs if owner != group.rank])
+            own = [(g, v) for owner, g, v in pairs if owner == group.rank]
+            if own or ON_TENSORFLOW:  # PyTorch's operations on lists need at least one tensor
+                update([g for g, _ in own], [v for _, v in own], rate)
             values = [backend_variable(v) for v in variables]
-            plan = chunks_by_owner([_bytes(v) for v in values], owners, group.size)
+            plan = chunks_by_owner([nbytes(v) for v in values], owners, group.size)
             for number, piece in enumerate(plan):
                 sender.send(number, piece, values)
 
@@ -268,12 +272,15 @@ class OptimizerShards(PartialState):
         """The ranks that own variables; new ones get an owner. Every rank passes the same."""
         keys = [id(backend_variable(v)) for v in variables]
         new = [v for v, key in zip(variables, keys, strict=True) if key not in self._owner]
-        owners = self._strategy.owners([_bytes(v) for v in new], self._owned_bytes)
+        owners = self._strategy.owners([nbytes(v) for v in new], self._owned_bytes)
         self._owner.update(zip((id(backend_variable(v)) for v in new), owners, strict=True))
         return [self._owner[key] for key in keys]
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    @property
+    def keeps_whole(self) -> bool:
+        return runtime.rank() == 0
+
+    def collected(self) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
         self._group.require_all_ranks("hvkit.settled of an optimizer")
         owners = self.owner_of([variable for _, variable in self.slots])
         owned = {
@@ -281,21 +288,11 @@ class OptimizerShards(PartialState):
             for i, ((slot, _), owner) in enumerate(zip(self.slots, owners, strict=True))
             if owner == runtime.rank() != 0
         }
-        with ExitStack() as stack:
-            if runtime.rank() == 0:
-                stack.enter_context(self.unfolded())
-            for of_rank in collectives.collect("hvkit.settled", owned):  # on rank 0
-                for i, array in of_rank.items():
-                    self.slots[i][0].assign(array)
-            yield
+        for of_rank in collectives.collect("hvkit.settled", owned):  # on rank 0
+            yield from ((self.slots[i][0], array) for i, array in of_rank.items())
 
 
 def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
-    if type(optimizer).__name__ == "ScheduleFreeAdamW":
-        raise ValueError(
-            f"ScheduleFreeAdamW changes all weights when it is built, but with {strategy} no rank "
-            "holds the state of all: use keras.optimizers.AdamW, or hvkit.Synchronous()"
-        )
     if reason := why_not_by_variable(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} does not update each weight on its own, as {strategy} "
@@ -309,56 +306,9 @@ def refuse_joint_updates(strategy: ShardedOptimizer, optimizer: Any) -> None:
         )
 
 
-def _bytes(variable: Any) -> int:
+def nbytes(variable: Any) -> int:
     dtype = numpy_dtype(keras.backend.standardize_dtype(variable.dtype))
     return int(math.prod(variable.shape)) * dtype.itemsize
-
-
-class TensorFlowSender:
-    """Sends the variables that ranks own, in eager code and in graphs; a ``VariableSender``."""
-
-    def __init__(self, name: str, group: Group) -> None:
-        self._wait = GraphWait(f"{name}.shares", group=group)
-        self._wire = Wire("weights", group)
-        with tf.init_scope():
-            self._used = tf.Variable(0.0, trainable=False)
-
-    def leave_out(self, gradients: Sequence[Any]) -> None:
-        """Use gradients, so that a graph computes their means: other ranks wait for this one."""
-        used = [tf.convert_to_tensor(0.0)]
-        for each in gradients:
-            first = tf.reshape(values_of(each), [-1])[:1]
-            used.append(tf.cast(tf.reduce_sum(first), tf.float32))
-        self._used.assign(tf.add_n(used))
-
-    def send(self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]) -> None:
-        owned = [_as_bytes(variables[i].value()) for i in piece[self._wire.rank]]
-        # A graph computes with constants only once, even if there is nothing in them.
-        nothing = _as_bytes(variables[0].value())[:0]
-        sizes = [_bytes(variables[i]) for i in itertools.chain(*piece)]
-
-        def gather(sent: tf.Tensor) -> tf.Tensor:
-            received = self._wire.gather(sent, f"{self._wait.key}.{number}")
-            # Keeps the operation in the graph of a rank that needs no other's variables.
-            self._used.assign(tf.cast(tf.reduce_sum(received[:1]), tf.float32))
-            return tf.ensure_shape(received, sum(sizes))
-
-        parts = tf.split(self._wait.around(tf.concat([*owned, nothing], axis=0), gather), sizes)
-        for rank, numbers in enumerate(piece):
-            of_rank, parts = parts[: len(numbers)], parts[len(numbers) :]
-            for i, part in zip(numbers, of_rank, strict=True):
-                if rank != self._wire.rank:
-                    variables[i].assign(_from_bytes(part, variables[i]))
-
-
-def _as_bytes(value: tf.Tensor) -> tf.Tensor:
-    return tf.reshape(tf.bitcast(value, tf.uint8), [-1])
-
-
-def _from_bytes(data: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-    size = variable.dtype.size
-    shape = [*variable.shape, size] if size > 1 else variable.shape
-    return tf.bitcast(tf.reshape(data, shape), variable.dtype)
 
 
 # The trial of an optimizer: steps, ranks, and shapes of weights.
@@ -379,6 +329,8 @@ _BY_VARIABLE = frozenset(
 
 def why_not_by_variable(optimizer: Any) -> str:
     """Why ranks cannot update some of the weights each; empty if they can."""
+    if type(optimizer).__name__ == "ScheduleFreeAdamW":
+        return "it changes all weights when it is built"
     if type(optimizer) in _BY_VARIABLE:
         return ""
     before = random.getstate()  # Keras draws seeds from it
@@ -402,7 +354,7 @@ def _tried(optimizer: Any) -> str:
     for each, variables in zip((whole, *ranks), weights, strict=True):
         each.build(variables)
     for rank, each in enumerate(ranks):
-        _update_only(each, weights[1 + rank][rank::_RANKS])
+        _update_only(each, {id(v) for v in weights[1 + rank][rank::_RANKS]})
     for _ in range(_STEPS):
         noise = (numbers.normal(size=shape).astype(np.float32) for shape in _SHAPES)
         gradients = [slope + 0.1 * each for slope, each in zip(slopes, noise, strict=True)]
@@ -423,8 +375,9 @@ def _tried(optimizer: Any) -> str:
     return ""
 
 
-def _update_only(optimizer: Any, variables: Sequence[Any]) -> None:
-    update, updated = optimizer._backend_update_step, set(map(id, variables))
+def _update_only(optimizer: Any, updated: set[int]) -> None:
+    """Let an optimizer update only the variables with these ids."""
+    update = optimizer._backend_update_step
 
     def update_own(grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
         kept = [(g, v) for g, v in zip(grads, variables, strict=True) if id(v) in updated]

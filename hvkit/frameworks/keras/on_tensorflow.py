@@ -30,18 +30,20 @@ ranks skip the updates that one process would, and with local weights ``apply`` 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvkit import runtime
 from hvkit.frameworks.keras import buffers, initial_state, refusals
 from hvkit.frameworks.keras.backends import backend_variable, have_values
 from hvkit.frameworks.keras.checks import Checks
-from hvkit.frameworks.keras.divided_state import TensorFlowSender, ids_of_slots
-from hvkit.frameworks.keras.fit import Epoch, share_results
+from hvkit.frameworks.keras.divided_state import ids_of_slots, nbytes
+from hvkit.frameworks.keras.fit import FitState, combine_results
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
 from hvkit.frameworks.keras.port import KerasPort
@@ -52,10 +54,13 @@ from hvkit.frameworks.keras.tensorflow.local_weights import ServedModel, TensorF
 from hvkit.frameworks.keras.tensorflow.weight_vectors import Variables
 from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
+    Wire,
     blocked_in_graphs,
     refuse_tf_distribute,
+    values_of,
 )
 from hvkit.host.run_reports import timeline_wanted
+from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
@@ -160,8 +165,8 @@ class KerasOnTensorFlowPort(KerasPort):
                 averaged_updates.average_in_apply(
                     each, average, self._before_update, self._nonfinite()
                 )
-            agree = averaged_updates.finite_in(self.group)
             for each in self.optimizers:
+                agree = averaged_updates.finite_on_all(self._name(), self.group)
                 share_scale(each, agree, self.group.size, self.models)
             self._divide_state(lambda: TensorFlowSender(self._name(), self.group))
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
@@ -169,11 +174,12 @@ class KerasOnTensorFlowPort(KerasPort):
             self._average_at_end = self._statistics_average(self._name())
         for model in self.models:  # which keep all that is here by this
             use_counts_of_all_ranks(model, self._samples, trains=local is None)
-            epoch = Epoch(self.group, self._end_epoch, strategy, self.averagers, timeline_callbacks)
-            epoch.keeper = local
+            ends = self._end_epoch
+            state = FitState(self.group, ends, strategy, self.averagers, timeline_callbacks)
+            state.keeper = local
             if isinstance(local, TensorFlowRoundKeeper):  # a server gets what the script has set
-                epoch.begin = local.accept_set_weights
-            share_results(model, epoch)
+                state.begin = local.accept_set_weights
+            combine_results(model, state)
             vars(model)[_KEEPER] = keeper
         return self._records(), keeper
 
@@ -236,6 +242,53 @@ class KerasOnTensorFlowPort(KerasPort):
             return means
 
         return average
+
+
+class TensorFlowSender:
+    """Sends the variables that ranks own, in eager code and in graphs; a ``VariableSender``."""
+
+    def __init__(self, name: str, group: Group) -> None:
+        self._wait = GraphWait(f"{name}.shares", group=group)
+        self._wire = Wire("weights", group)
+        with tf.init_scope():
+            self._used = tf.Variable(0.0, trainable=False)
+
+    def leave_out(self, gradients: Sequence[Any]) -> None:
+        """Use gradients, so that a graph computes their means: other ranks wait for this one."""
+        used = [tf.convert_to_tensor(0.0)]
+        for each in gradients:
+            first = tf.reshape(values_of(each), [-1])[:1]
+            used.append(tf.cast(tf.reduce_sum(first), tf.float32))
+        self._used.assign(tf.add_n(used))
+
+    def send(self, number: int, piece: list[list[int]], variables: Sequence[tf.Variable]) -> None:
+        owned = [_as_bytes(variables[i].value()) for i in piece[self._wire.rank]]
+        # A graph computes with constants only once, even if there is nothing in them.
+        nothing = _as_bytes(variables[0].value())[:0]
+        sizes = [nbytes(variables[i]) for i in itertools.chain(*piece)]
+
+        def gather(sent: tf.Tensor) -> tf.Tensor:
+            received = self._wire.gather(sent, f"{self._wait.key}.{number}")
+            # Keeps the operation in the graph of a rank that needs no other's variables.
+            self._used.assign(tf.cast(tf.reduce_sum(received[:1]), tf.float32))
+            return tf.ensure_shape(received, sum(sizes))
+
+        parts = tf.split(self._wait.around(tf.concat([*owned, nothing], axis=0), gather), sizes)
+        for rank, numbers in enumerate(piece):
+            of_rank, parts = parts[: len(numbers)], parts[len(numbers) :]
+            for i, part in zip(numbers, of_rank, strict=True):
+                if rank != self._wire.rank:
+                    variables[i].assign(_from_bytes(part, variables[i]))
+
+
+def _as_bytes(value: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.bitcast(value, tf.uint8), [-1])
+
+
+def _from_bytes(data: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+    size = variable.dtype.size
+    shape = [*variable.shape, size] if size > 1 else variable.shape
+    return tf.bitcast(tf.reshape(data, shape), variable.dtype)
 
 
 def timeline_callbacks() -> list[keras.callbacks.Callback]:

@@ -9,6 +9,9 @@ from keras_models import LOOPS, eager_tape, local, weights
 from ranks import batches, identical, largest_difference, same_on_all_ranks
 
 import hvkit
+from hvkit.frameworks.keras.buffers import average_statistics
+from hvkit.frameworks.keras.tensorflow.wire import GraphWait
+from hvkit.runtime import all_ranks
 
 
 def normalised(seed=0):
@@ -111,6 +114,29 @@ def test_masked_entries_do_not_count_in_synchronised_layers():
     model.layers[0](tf.constant(x[rows]), training=True, mask=mask[rows])
     expected = [layer.moving_mean.numpy(), layer.moving_variance.numpy()]
     assert largest_difference(statistics(model), expected) < 1e-5
+
+
+@pytest.mark.two_ranks
+def test_a_synchronised_layer_may_be_called_twice_in_a_graph():
+    """As that of a discriminator, on true and on generated samples."""
+    data = images(steps=2)
+    (expected,) = local([[normalised()(x, training=True).numpy() for x, _ in data]])
+    model, _ = distributed(batch_norm="sync")
+    call = tf.function(lambda *parts: [model(each, training=True) for each in parts])
+    for _ in range(20):  # in any order
+        found = call(*(tf.constant(x) for x, _ in local(data)))
+        assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.two_ranks
+def test_the_averages_of_statistics_in_float64_are_not_rounded():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(dtype="float64")])
+    hvkit.distribute(model, keras.optimizers.SGD(0.1))
+    wait = GraphWait("hvkit.test.statistics")
+    model.layers[0].moving_mean.assign(np.full(3, 1 / 3 + hvkit.rank()))
+    average_statistics(model, wait, all_ranks())
+    expected = 1 / 3 + (hvkit.size() - 1) / 2
+    assert largest_difference([model.layers[0].moving_mean], [np.full(3, expected)]) < 1e-12
 
 
 @MORE

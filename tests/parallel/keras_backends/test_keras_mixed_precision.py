@@ -108,6 +108,36 @@ def test_the_steps_that_overflow_are_those_of_one_process(compiled):
     assert same_on_all_ranks(mine)
 
 
+@on_tensorflow
+def test_two_loss_scales_in_one_graph_are_checked_at_the_same_time():
+    import tensorflow as tf
+
+    models = [mlp(seed) for seed in range(2)]
+    scalers = [keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01)) for _ in models]
+    hvkit.distribute(models, scalers)
+    for model, scaler in zip(models, scalers, strict=True):
+        scaler.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [
+                scaler.scale_loss(keras.losses.MSE(y, model(x)))
+                for scaler, model in zip(scalers, models, strict=True)
+            ]
+        gradients = [
+            tape.gradient(loss, model.trainable_variables)
+            for loss, model in zip(losses, models, strict=True)
+        ]
+        for scaler, each in zip(scalers, gradients, strict=True):
+            scaler.apply(each)
+
+    for x, y in local(regression(steps=20)):
+        step(*map(tf.constant, (x, y)))
+    assert all(map(alike, models))
+    assert [int(each.inner_optimizer.iterations) for each in scalers] == [20, 20]
+
+
 @MORE
 @pytest.mark.parametrize(
     ("policy", "compression"), [("mixed_float16", "none"), ("mixed_bfloat16", "bf16")]

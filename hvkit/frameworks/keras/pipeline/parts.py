@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -68,28 +68,23 @@ class ModelParts:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        others = self.collected([(w, w) for w in self.weights])
-        if not self.keeps_whole:
-            yield
-            return
-        for w, array in others:
+        for w, array in self.collected([(w, w) for w in self.weights]):
             self.tensors.set_value(w, array)
-        self._whole = True
+        self._whole = self.keeps_whole
         try:
             yield
         finally:
             self._whole = False
             self._drop_others()
 
-    def collected(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Array]]:
+    def collected(self, pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Array]]:
         """Collect values from the other ranks of the pipeline on rank 0; a collective.
 
-        The pairs are variables, each with the weight whose stage holds its value. Returns on rank 0
+        The pairs are variables, each with the weight whose stage holds its value. Yields on rank 0
         the variables that other ranks hold, with their values; elsewhere nothing.
         """
-        collected: list[tuple[Any, Array]] = []
         if not self.collects:
-            return collected
+            return
         with self.channel.in_call("hvkit.settled"):
             for variable, weight in pairs:
                 source = stage_of(weight, self.stages)
@@ -98,10 +93,9 @@ class ModelParts:
                     self.channel.flush()
                 elif source != 0 == self.channel.rank:
                     (value,) = self.channel.receive(source)[1]()
-                    collected.append((variable, ops.convert_to_numpy(value)))
+                    yield variable, ops.convert_to_numpy(value)
             # A rank that ended now would end MPI, while rank 0 still receives.
             self.channel.from_rank(0)
-        return collected
 
     def _guard_methods(self) -> None:
         """Let the model and layers of other stages save and load only while the model is whole."""
@@ -218,16 +212,12 @@ class OptimizerParts(PartialState):
         squares = channel.gather_numbers([float(sum(norm_of(g) ** 2 for g in grads))])
         return float(np.sqrt(np.delete(squares, channel.rank).sum()))
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        others = self._parts.collected(self.slots)
-        if not self._parts.keeps_whole:
-            yield
-            return
-        with self.unfolded():
-            for slot, array in others:
-                slot.assign(array)
-            yield
+    @property
+    def keeps_whole(self) -> bool:
+        return self._parts.keeps_whole
+
+    def collected(self) -> Iterator[tuple[Any, Array]]:
+        return self._parts.collected(self.slots)
 
 
 class ModelForCallbacks:
@@ -252,16 +242,12 @@ class ModelForCallbacks:
         for w, array in zip(self._parts().own_weights, weights, strict=True):
             w.assign(array)
 
-    def save_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._save(self._model.save_weights, args, kwargs)
-
-    def save(self, *args: Any, **kwargs: Any) -> None:
-        self._save(self._model.save, args, kwargs)
-
-    def _save(self, method: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._parts().gathered())
-            if (optimizer := self._model.optimizer) is not None:
-                stack.enter_context(gathered_optimizer(optimizer))
+    def _save(self, name: str, *args: Any, **kwargs: Any) -> None:
+        optimizer = self._model.optimizer
+        of_optimizer = nullcontext() if optimizer is None else gathered_optimizer(optimizer)
+        with self._parts().gathered(), of_optimizer:
             if self._parts().keeps_whole:
-                method(*args, **kwargs)
+                getattr(self._model, name)(*args, **kwargs)
+
+    save = functools.partialmethod(_save, "save")
+    save_weights = functools.partialmethod(_save, "save_weights")

@@ -13,14 +13,14 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 
 from hvkit.frameworks.keras.backends import backend_variable
-from hvkit.frameworks.keras.fit import Epoch
+from hvkit.frameworks.keras.fit import FitState
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_tensorflow import KerasOnTensorFlowPort, timeline_callbacks
 from hvkit.frameworks.keras.optimizers import share_scale, updating
 from hvkit.frameworks.keras.pipeline.divided_model import PipelinePort
 from hvkit.frameworks.keras.pipeline.pipelined_model import PipelinedModel
 from hvkit.frameworks.keras.pipeline.tensors import Gradients, MailboxChannel, Tensors
-from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply, finite_in
+from hvkit.frameworks.keras.tensorflow.averaged_updates import average_in_apply, finite_on_all
 from hvkit.frameworks.keras.tensorflow.wire import values_of
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.messages import Channel
@@ -128,13 +128,14 @@ class KerasMeshPort(PipelinePort, KerasOnTensorFlowPort):
             if averages:
                 average_in_apply(each, self._average(strategy), self._before_update)
             # Whether gradients are finite on all ranks; those of other stages are norms here.
-            share_scale(each, finite_in(self.group) if averages else lambda finite, _: finite)
+            agree = finite_on_all(self._name(), self.group)
+            share_scale(each, agree if averages else lambda finite, _: finite)
         if averages:
             self._average_at_end = self._statistics_average(self._name())
-        epoch = Epoch(
+        state = FitState(
             all_ranks(), self._end_epoch, averagers=self.averagers, watching=timeline_callbacks
         )
-        records = self._attach(epoch)
+        records = self._attach(state)
         if self._samples:
             use_counts_of_all_ranks(self._whole, self._samples)
         return records, None

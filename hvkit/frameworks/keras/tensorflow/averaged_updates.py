@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvkit.frameworks.keras.backends import not_converted
 from hvkit.frameworks.keras.buffers import LastStatistics
 from hvkit.frameworks.keras.optimizers import (
     Agree,
@@ -27,6 +28,7 @@ from hvkit.frameworks.keras.tensorflow.wire import (
     Wire,
     graph_counter,
     nothing,
+    raise_together,
     refuse_tf_distribute,
     refuse_xla,
     run_python,
@@ -36,7 +38,6 @@ from hvkit.log import logger
 from hvkit.runtime import Group
 from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
-from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 Average = Callable[..., list[Any]]
 """As ``hvkit.frameworks.keras.tensorflow.averager.GradientAverager.__call__``."""
@@ -53,7 +54,7 @@ def average_in_apply(
         let_leave_out_updates(optimizer)
 
     # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
@@ -127,14 +128,21 @@ def _zeros(accumulators: list[Any]) -> list[tf.Tensor]:
     return [tf.zeros_like(acc.value) for acc in accumulators]
 
 
-@functools.cache
-def finite_in(group: Group) -> Agree:
-    """Skips on all ranks or none, which else wait in inner optimizers; as ``SharedScale.agree``."""
-    wire, wait = Wire("checks", group), GraphWait("hvkit.finite", group=group)
-    added = GraphWait("hvkit.finite.sums", group=group)
+def finite_on_all(name: str, group: Group) -> Agree:
+    """Skips on all ranks or none, which else wait in inner optimizers; as ``SharedScale.agree``.
+
+    A graph with two optimizers may check both at the same time, so ``name`` is of one.
+    """
+    wire = Wire("checks", group)
+
+    @functools.cache
+    def wait_for(what: str) -> GraphWait:
+        """Made for an optimizer with a loss scale: each costs the watcher time."""
+        return GraphWait(f"{name}.{what}", group=group)
 
     def agree(finite: tf.Tensor, halves: Sequence[tuple[Any, Any]]) -> tf.Tensor:
         refuse_xla("the check for overflows in the optimizer")
+        wait, added = wait_for("overflows"), wait_for("sums")
         small = fit_half([g for g, _ in halves if g is not None], group.size)
         # 0: one of them is not finite. 1: their sums may be too large. 2: neither.
         found = tf.cast(finite, tf.int32) * (1 + tf.cast(small, tf.int32))
@@ -192,8 +200,8 @@ class NonFinite:
             found = [[names[i] for i in np.flatnonzero(row)] for row in rows]
             return f"step {of_run(int(step))}: {describe_nonfinite(found, group.members)}"
 
-        def error(*found: np.ndarray[Any, Any]) -> FloatingPointError:
-            return FloatingPointError(f"in {text(*found)}")
+        def reason(*found: np.ndarray[Any, Any]) -> bytes:
+            return f"in {text(*found)}".encode()
 
         def skip(*found: np.ndarray[Any, Any]) -> None:
             if group.rank == 0:
@@ -213,22 +221,12 @@ class NonFinite:
                 return run_python(skip, found)
 
             tf.cond(bad, skipped, updated)
-        elif tf.executing_eagerly():
-            if bad:
-                raise mark_as_shown_by(error(*(each.numpy() for each in found)), group.first)
+            return
+        said = tf.cond(
+            bad, lambda: tf.numpy_function(reason, found, tf.string), lambda: tf.constant("")
+        )
+        with tf.control_dependencies([raise_together(said, FloatingPointError, group)]):
             update()
-        else:
-
-            def reason() -> tf.Tensor:
-                return tf.numpy_function(
-                    lambda *found: for_graph(error(*found), on_every_rank=True).encode(),
-                    found,
-                    tf.string,
-                )
-
-            reasons = [tf.cond(bad, reason, lambda: tf.constant(""))]
-            with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(bad), reasons)]):
-                update()
 
 
 def _is_bad(gradient: Any) -> tf.Tensor:

@@ -38,7 +38,9 @@ from hvkit.frameworks.keras.tensorflow.wire import (
     Wire,
     as_one,
     graph_counter,
+    nbytes,
     nothing,
+    of_values,
     run_python,
     values_of,
     widened,
@@ -99,6 +101,11 @@ class GradientAverager:
         translates.
         """
         gradients = list(gradients)
+        if len(gradients) != len(variables):
+            raise ValueError(
+                f"optimizer.apply() got {len(gradients)} gradients for {len(variables)} variables: "
+                "pass one for each variable"
+            )
         if self.compressed and self.compressed.compression.exclusive:
             gradients = [tf.convert_to_tensor(g) if _is_sparse(g) else g for g in gradients]
         dense = [g is not None and not _is_sparse(g) for g in gradients]
@@ -137,12 +144,8 @@ class GradientAverager:
         if np.any(had >= _AT_THE_END):
             raise RanksDisagreeError(_UNEVEN)
         self._check(gradients, variables)
-        any_dense, any_sparse = had.astype(bool)
         absent = absent or [None] * len(gradients)
-        return [
-            _filled_in(*each)
-            for each in zip(gradients, variables, absent, any_dense, any_sparse, strict=True)
-        ]
+        return list(map(_filled_in, gradients, variables, absent, *had.astype(bool)))
 
     def _weighted(
         self,
@@ -159,19 +162,16 @@ class GradientAverager:
             return gradients
         weight = tf.cast(rows * self._wire.size, tf.float64) / tf.cast(had[0, -1], tf.float64)
 
-        def weighted(gradient: Any) -> Any:
-            return gradient * tf.cast(weight, gradient.dtype)
+        def weighted(values: tf.Tensor) -> tf.Tensor:
+            """The values themselves, without a copy, unless ranks have other numbers of rows."""
+            found = tf.cond(uneven, lambda: values * tf.cast(weight, values.dtype), lambda: values)
+            found.set_shape(values.shape)
+            return found
 
-        found = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if gradient is None or is_overwritten(variable):
-                found.append(gradient)
-            elif _is_sparse(gradient):
-                values = _either(uneven, weighted, gradient.values)
-                found.append(tf.IndexedSlices(values, gradient.indices, gradient.dense_shape))
-            else:
-                found.append(_either(uneven, weighted, gradient))
-        return found
+        return [
+            g if is_overwritten(v) else of_values(weighted, g)
+            for g, v in zip(gradients, variables, strict=True)
+        ]
 
     def end_of_epoch(self) -> None:
         """Make sure that every rank is at the end of its epoch; a collective.
@@ -233,7 +233,7 @@ class GradientAverager:
             elif gradients[i] is not None:
                 by_dtype.setdefault(gradients[i].dtype, []).append(i)
         for dtype, positions in by_dtype.items():
-            sizes = [_bytes(gradients[i]) for i in positions]
+            sizes = [nbytes(gradients[i]) for i in positions]
             for run in chunks(sizes):
                 joint = [positions[p] for p in run]
                 sent = [widened(gradients[i]) for i in joint]
@@ -242,16 +242,13 @@ class GradientAverager:
                 for i, mean in zip(joint, found, strict=True):
                     means[i] = tf.cast(mean, dtype)
         for dtype, positions in overwriting.items():
-            largest = self._largest([gradients[i] for i in positions], f"{self._name}.{dtype.name}")
+            highest = functools.partial(
+                self._wire.highest, name=f"{self._name}.{dtype.name}.largest"
+            )
+            largest = as_one([widened(gradients[i]) for i in positions], highest)
             for i, each in zip(positions, largest, strict=True):
-                means[i] = each
+                means[i] = tf.cast(each, dtype)
         return means
-
-    def _largest(self, gradients: list[tf.Tensor], name: str) -> list[tf.Tensor]:
-        def highest(flat: tf.Tensor) -> tf.Tensor:
-            return tf.cast(self._wire.highest(widened(flat), f"{name}.largest"), flat.dtype)
-
-        return as_one(gradients, highest)
 
     def _dense_means(
         self, gradients: list[tf.Tensor], variables: list[Any], name: str
@@ -318,13 +315,6 @@ def keeper_of(
     return CompressionKeeper(strategy, compression, states, keys)
 
 
-def _either(condition: tf.Tensor, change: Callable[[Any], Any], tensor: Any) -> Any:
-    """The changed tensor under a condition, else the tensor itself, without a copy."""
-    found = tf.cond(condition, lambda: change(tensor), lambda: tensor)
-    found.set_shape(tensor.shape)
-    return found
-
-
 def _is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
 
@@ -342,15 +332,9 @@ def _filled_in(gradient: Any, variable: Any, absent: Any, any_dense: bool, any_s
 
 def _of_known_shape(gradient: Any, variable: Any) -> Any:
     """A copy with its variable's shape; a graph for batches of any size may not know the shape."""
-    if gradient is None:
-        return None
-    if _is_sparse(gradient):
-        return tf.identity(gradient)
+    if gradient is None or _is_sparse(gradient):
+        return gradient if gradient is None else tf.identity(gradient)
     return tf.ensure_shape(gradient, variable.shape)
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-    return int(np.prod(tensor.shape.as_list() or [1])) * int(tensor.dtype.size)
 
 
 class SampleCounts:
@@ -361,9 +345,7 @@ class SampleCounts:
         self._name = name
         self._group = group
         self._wire = Wire("checks", group)
-        self._accumulated: Any = None
-        if accumulates:
-            self._accumulated = graph_counter()
+        self._accumulated = graph_counter() if accumulates else None
         # Functions of the script's may be traced in one step, and run in all.
         self._rows = graph_counter()
         # Which comparisons have been made.
@@ -413,9 +395,8 @@ class SampleCounts:
         return False
 
     def once(self, key: str, values: Sequence[tf.Tensor], report: Callable[..., None]) -> None:
-        if key not in self._reported:
-            self._reported[key] = graph_counter(False)
-        done = self._reported[key]
+        if (done := self._reported.get(key)) is None:
+            done = self._reported[key] = graph_counter(False)
 
         def compare() -> tf.Tensor:
             done.assign(True)

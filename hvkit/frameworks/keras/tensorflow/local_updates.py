@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary, finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import keras
 import numpy as np
@@ -24,7 +24,7 @@ from keras.src.backend import Variable as KerasVariable  # keras.Variable of 3.5
 from hvkit import threads
 from hvkit.communication import collectives
 from hvkit.errors import RanksDisagreeError
-from hvkit.frameworks.keras.backends import backend_variable
+from hvkit.frameworks.keras.backends import backend_variable, not_converted
 from hvkit.frameworks.keras.checks import Checks
 from hvkit.frameworks.keras.optimizers import (
     calls_of_apply,
@@ -43,8 +43,8 @@ from hvkit.frameworks.keras.tensorflow.wire import (
 from hvkit.sync.local_weights import LocalWeightsKeeper
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
 
-# By the id of an optimizer that does not scale the loss; its ``apply`` keeps the object.
-_around: WeakValueDictionary[int, Updates] = WeakValueDictionary()
+# An attribute of an optimizer that does not scale the loss.
+_UPDATES = "_hvkit_updates"
 
 
 class UpdatesKeeper(LocalWeightsKeeper):
@@ -93,7 +93,7 @@ class UpdatesKeeper(LocalWeightsKeeper):
 
 
 class Updates:
-    """Code around the updates of one optimizer, whose ``apply`` keeps this object.
+    """Code around the updates of one optimizer, which keeps this object.
 
     A ``LossScaleOptimizer`` around it skips an update if the gradients overflow; this runs around
     skipped updates, too. ``calls`` are those of ``apply`` so far, which keepers count, for graphs;
@@ -118,14 +118,12 @@ class Updates:
         apply = optimizer.apply
 
         # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
-        @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+        @not_converted
         def apply_within(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            grads, variables = list(grads), variables_of(optimizer, trainable_variables)
-            given = None if trainable_variables is None else variables  # Keras checks the number
-            self.around(optimizer, lambda: apply(grads, given), grads, variables)
+            self.around(optimizer, apply, grads, trainable_variables)
 
         optimizer.apply = apply_within
-        _around[id(optimizer)] = self
+        vars(optimizer)[_UPDATES] = self
         _include_skipped_updates()
 
     def count_from_optimizer(self) -> None:
@@ -134,11 +132,20 @@ class Updates:
             self.calls.assign(calls_of_apply(optimizer))
 
     def around(
-        self, optimizer: Any, update: Callable[[], None], grads: Sequence[Any], variables: Any
+        self,
+        optimizer: Any,
+        apply: Callable[[Sequence[Any], Any], None],
+        grads: Sequence[Any],
+        trainable_variables: Any,
     ) -> None:
-        """Surround an update; the variables are None if the optimizer does not know them yet."""
+        """Surround an update by this optimizer, or by one that scales its loss."""
+        grads, variables = (
+            list(grads),
+            variables_of(inner_optimizer(optimizer), trainable_variables),
+        )
+        given = None if trainable_variables is None else variables  # Keras checks the number
         if self._updating or not grads or variables is None:
-            update()
+            apply(grads, given)
             return
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
@@ -154,7 +161,7 @@ class Updates:
         with tf.control_dependencies(begun):
             self._updating = True
             try:
-                update()
+                apply(grads, given)
             finally:
                 self._updating = False
         self._keeper.after_update(self, updated)
@@ -166,16 +173,13 @@ def _include_skipped_updates() -> None:
     scaler = keras.optimizers.LossScaleOptimizer
     apply = scaler.apply
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def apply_within(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        inner = inner_optimizer(self)
-        updates = _around.get(id(inner))
-        if updates is None or updates.optimizer() is not inner:  # ids are reused
+        updates: Updates | None = vars(inner_optimizer(self)).get(_UPDATES)
+        if updates is None:
             apply(self, grads, trainable_variables)
-            return
-        grads, variables = list(grads), variables_of(inner, trainable_variables)
-        given = None if trainable_variables is None else variables
-        updates.around(self, lambda: apply(self, grads, given), grads, variables)
+        else:
+            updates.around(self, functools.partial(apply, self), grads, trainable_variables)
 
     scaler.apply = apply_within
 
@@ -325,12 +329,10 @@ class UpdatedVariables:
     def updates(self) -> set[int]:
         return set(self.numbers)
 
-    def trained(self) -> set[int]:
-        return set(self.numbers)
+    trained = updates
 
     def _rates(self) -> list[str]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else [_rate(part) for part in parts_of(optimizer)]
+        return [] if (it := self._optimizer()) is None else list(map(_rate, parts_of(it)))
 
     def checksum_of_rates(self) -> int:
         return zlib.crc32("\n".join(self._rates()).encode())

@@ -19,12 +19,13 @@ from tensorflow.python.ops import control_flow_util
 
 from hvkit import runtime
 from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
-from hvkit.frameworks.keras.backends import quickly_read
+from hvkit.frameworks.keras.backends import not_converted, quickly_read
 from hvkit.host.run_reports import timeline_wanted
 from hvkit.runtime import Group, all_ranks
 from hvkit.transport import traffic
 from hvkit.watch import calls
 from hvkit.watch.calls import waiting_for_all_ranks
+from hvkit.watch.rank_errors import for_graph, mark_as_shown_by
 
 
 def graph_counter(value: Any = 0, dtype: Any = None) -> tf.Variable:
@@ -120,7 +121,7 @@ _calls: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
 def name_in_graph(call: str) -> str:
     """A new name for a collective that a call of the script's makes in the graph being traced."""
     graph = tf.compat.v1.get_default_graph()
-    while isinstance(outer := getattr(graph, "outer_graph", None), type(graph)):
+    while hasattr(outer := getattr(graph, "outer_graph", None), "outer_graph"):  # in tf.cond
         graph = outer
     return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
 
@@ -132,6 +133,14 @@ def widened(tensor: tf.Tensor) -> tf.Tensor:
 
 def values_of(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def of_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Any) -> Any:
+    """A gradient whose values a function has changed; None where there is none."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = function(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else function(gradient)
 
 
 def as_one(
@@ -156,6 +165,16 @@ def run_python(function: Callable[..., None], inputs: Sequence[Any] = ()) -> tf.
         return np.True_
 
     return tf.numpy_function(call, inputs, tf.bool)
+
+
+def raise_together(text: tf.Tensor, error: type[Exception], group: Group) -> tf.Operation:
+    """Raise on every rank unless the text is empty; ``fit`` translates the error of a graph."""
+    if tf.executing_eagerly():
+        if said := text.numpy().decode():
+            raise mark_as_shown_by(error(said), group.first)
+        return tf.no_op()
+    reason = tf.strings.join([for_graph(error(), on_every_rank=True), text])
+    return tf.debugging.Assert(tf.equal(text, ""), [reason])
 
 
 def refuse_xla(call: str) -> None:
@@ -210,7 +229,7 @@ class Wire:
         )
 
     def _allreduce(self, op: str, tensor: tf.Tensor, name: str) -> tf.Tensor:
-        self._counted(traffic.of_allreduce(_bytes(tensor), self.size))
+        self._counted(traffic.of_allreduce(nbytes(tensor), self.size))
         op = getattr(self._hvd, op)
         return self._send(self._hvd.allreduce, _not_constant(tensor), name, op=op)
 
@@ -221,7 +240,7 @@ class Wire:
     highest = functools.partialmethod(_allreduce, "Max")
 
     def means(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        self._counted(traffic.of_allreduce(sum(map(_bytes, tensors)), self.size))
+        self._counted(traffic.of_allreduce(sum(map(nbytes, tensors)), self.size))
         sent = [_not_constant(tensor) for tensor in tensors]
         op = self._hvd.Average
         means: list[tf.Tensor] = self._send(self._hvd.grouped_allreduce, sent, name, op=op)
@@ -229,13 +248,13 @@ class Wire:
 
     def gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
         """All ranks' rows below each other, in rank order; ranks may have other numbers of rows."""
-        self._counted(traffic.of_allgather(_bytes(tensor), self.size))
+        self._counted(traffic.of_allgather(nbytes(tensor), self.size))
         return self._send(self._hvd.allgather, _not_constant(tensor), name)
 
     def messages(self, messages: Messages, name: str) -> tf.Tensor:
         """The messages of other ranks to this one, in rank order."""
         rows, sent = messages.rows, messages.sent
-        size = _bytes(rows) // max(rows.shape[0], 1)
+        size = nbytes(rows) // max(rows.shape[0], 1)
         self._counted(*traffic.of_messages(size, sent, self.rank))
         splits = tf.constant(sent, tf.int32)
         received, counts = self._send(self._hvd.alltoall, _not_constant(rows), name, splits=splits)
@@ -252,7 +271,7 @@ class Wire:
             case Gather(rows):
                 return _with_rows(self.gather(rows, name), self.size * rows.shape[0])
             case AllToAll(rows):
-                self._counted(traffic.of_alltoall(_bytes(rows), self.size))
+                self._counted(traffic.of_alltoall(nbytes(rows), self.size))
                 received = self._send(self._hvd.alltoall, _not_constant(rows), name)
                 return _with_rows(received, rows.shape[0])
             case Messages():
@@ -293,7 +312,7 @@ def _function(
 ) -> Any:
     """A graph that makes one collective, of a tensor that takes the place of a field."""
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @not_converted
     def function(tensor: tf.Tensor) -> tf.Tensor:
         return wire.exchange(replace(form, **{field: tensor}), name)
 
@@ -324,7 +343,7 @@ def _with_rows(tensor: tf.Tensor, rows: int) -> tf.Tensor:
     return tf.ensure_shape(tensor, (rows, *tensor.shape[1:]))
 
 
-def _bytes(tensor: tf.Tensor) -> Any:
+def nbytes(tensor: tf.Tensor) -> Any:
     """The tensor's size; an int if the graph knows its shape."""
     elements = tensor.shape.num_elements()
     return (tf.size(tensor, tf.int64) if elements is None else elements) * tensor.dtype.size
