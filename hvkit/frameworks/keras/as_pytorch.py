@@ -268,17 +268,17 @@ class PyTorchSampleCounts:
 
     def of(self, count: torch.Tensor | None, number: int) -> tuple[float, float]:
         self._finish_sums()
-        share = float(self._wire.size)
+        rows_for_each = float(self._wire.size)
         if self._in_step:
-            share = self._total.item() / self._rows if self._rows else 0.0
+            rows_for_each = self._total.item() / self._rows if self._rows else 0.0
         if count is None:
-            return share, 0.0
+            return rows_for_each, 0.0
         if self._started:
             self._count = None
-            return share, self._sum.item()
+            return rows_for_each, self._sum.item()
         total = self._wire.sum(count.reshape(1), f"{self._name}.{number}").item()
         self._usual = total / self._wire.size
-        return share, total
+        return rows_for_each, total
 
     def start(self, count: torch.Tensor, number: int) -> bool:
         if not self.weighs or not self._usual:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ import keras
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from hvkit.communication import collectives
+from hvkit.communication.metrics import any_rank_of
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.keras.loss_means import know_rows, noted_of
 from hvkit.frameworks.keras.metric_results import over_all_ranks
-from hvkit.communication.metrics import any_rank_of
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy
@@ -35,23 +35,22 @@ if TYPE_CHECKING:
     from hvkit.frameworks.keras.tensorflow.averager import GradientAverager
 
 
-def share_results(model: keras.Model, epoch: Epoch, same_part: Group | None = None) -> None:
+def combine_results(model: keras.Model, state: FitState, same_part: Group | None = None) -> None:
     """Make ``fit`` and ``evaluate`` of this model report the metrics of all ranks.
 
     Both become collectives. Only rank 0 shows progress and writes files. ``same_part`` are the
-    ranks whose batches differ, if these are not all of the epoch's group. With local weights,
+    ranks whose batches differ, if these are not all of the state's group. With local weights,
     ``evaluate`` uses those that the ranks would agree on.
     """
-    group = same_part or epoch.group
-    know_rows(model, lambda: epoch.even)
+    group = same_part or state.group
+    know_rows(model, lambda: state.even)
     read, flatten = model._get_metrics_result_or_logs, model._flatten_metrics_in_order
     names: list[str] = []  # of the last results, if this rank had no batch
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
-        names.clear()
-        epoch.end()
+        state.end_pass()
         result = over_all_ranks(model, read, logs, group)
-        names.extend(() if logs else result)
+        names[:] = () if logs else result
         return result
 
     def flatten_in_order(logs: Mapping[str, Any]) -> Any:
@@ -60,29 +59,25 @@ def share_results(model: keras.Model, epoch: Epoch, same_part: Group | None = No
 
     model._get_metrics_result_or_logs = read_from_all_ranks
     model._flatten_metrics_in_order = flatten_in_order
-    model.fit = with_callbacks_of_this_rank(model, model.fit, epoch)
     model._symbolic_build = _unless_without_rows(model._symbolic_build)
-    for batchwise in (model.train_on_batch, model.test_on_batch):
-        found = _within(translated, batchwise)
-        if not (epoch.local or same_part):
-            found = _of_all_ranks(model, found, read, epoch)
-        setattr(model, batchwise.__name__, found)
-    evaluate = _within(epoch.agreed_weights, model.evaluate)
-    for method in (evaluate, _also_without_rows(model, model.predict)):
-        setattr(
-            model, method.__name__, with_callbacks_of_this_rank(model, method, epoch, trains=False)
-        )
+    for name in ("train_on_batch", "test_on_batch"):
+        found = _translating(getattr(model, name))
+        if not (state.local or same_part):
+            found = _of_all_ranks(model, found, read, state)
+        setattr(model, name, found)
+    model.evaluate = state.agreed_weights()(model.evaluate)
+    model.predict = _also_without_rows(model, model.predict)
+    for name in ("fit", "evaluate", "predict"):
+        use_callbacks_of_this_rank(model, name, state)
 
 
-def _within(
-    context: Callable[[], AbstractContextManager[None]], method: Callable[..., Any]
-) -> Callable[..., Any]:
+def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with context():
+    def translating(*args: Any, **kwargs: Any) -> Any:
+        with translated():
             return method(*args, **kwargs)
 
-    return within
+    return translating
 
 
 def _unless_without_rows(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +114,7 @@ def _also_without_rows(model: keras.Model, predict: Callable[..., Any]) -> Calla
 
 
 def _of_all_ranks(
-    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], epoch: Epoch
+    model: keras.Model, method: Callable[..., Any], read: Callable[[Any], Any], state: FitState
 ) -> Callable[..., Any]:
     """``train_on_batch`` or ``test_on_batch``, with the metrics of all ranks' batches."""
 
@@ -130,41 +125,34 @@ def _of_all_ranks(
             return method(*args, **kwargs)
         as_dict = kwargs.pop("return_dict", False)
         with call_within(method.__name__):
-            even, epoch.even = epoch.even, False  # a callback of ``fit`` may call it
+            even, state.even = state.even, False  # a callback of ``fit`` may call it
             logs = method(**kwargs, return_dict=True)
-            epoch.even = even
-            logs = over_all_ranks(model, read, logs, epoch.group)
+            state.even = even
+            logs = over_all_ranks(model, read, logs, state.group)
         return logs if as_dict else model._flatten_metrics_in_order(logs)
 
     return of_all_ranks
 
 
-def with_callbacks_of_this_rank(
-    model: keras.Model, method: Callable[..., Any], epoch: Epoch, *, trains: bool = True
-) -> Callable[..., Any]:
+def use_callbacks_of_this_rank(model: keras.Model, name: str, state: FitState) -> None:
+    """Change ``fit``, ``evaluate`` or ``predict``: only rank 0 shows progress and writes files."""
+    method, trains = getattr(model, name), name == "fit"
+
     @functools.wraps(method)
     def on_this_rank(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_names(method, args, kwargs)
-        if _takes(method, "verbose") and epoch.group.rank != 0:
+        if _takes(method, "verbose") and state.group.rank != 0:
             kwargs["verbose"] = 0
         if _takes(method, "callbacks"):
-            given, in_fit = kwargs.get("callbacks"), epoch if trains else None
-            kwargs["callbacks"] = _for_this_rank(given, epoch.group, in_fit, model)
-        aside = _each_epoch_to_its_end(epoch) if trains else epoch.set_aside()
-        if trains:
-            epoch.rows = _rows_of_batches(kwargs)
-        else:
+            given, in_fit = kwargs.get("callbacks"), state if trains else None
+            kwargs["callbacks"] = _for_this_rank(given, state.group, in_fit, model)
+        if not trains:
             noted_of(model)  # drops the numbers of a pass that failed
-        with aside, call_within(method.__name__), translated():
-            try:
-                return method(*args, **kwargs)
-            finally:
-                if trains:
-                    epoch.even = False
-                if trains and epoch.keeper:  # an error may have come while callbacks ran
-                    epoch.keeper.put_back()
+        around = state.training(kwargs) if trains else state.set_aside()
+        with call_within(name), translated(), around:
+            return method(*args, **kwargs)
 
-    return on_this_rank
+    setattr(model, name, on_this_rank)
 
 
 def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -177,15 +165,12 @@ def _rows_of_batches(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
 
 
 @contextmanager
-def _each_epoch_to_its_end(epoch: Epoch) -> Iterator[None]:
+def _data_to_their_end() -> Iterator[None]:
     """Let ``fit`` read data of unknown length to its end in every epoch.
 
     Keras takes no more steps than in the first epoch. Where ranks may take different numbers of
     steps, and each batch goes to the rank that has time, that would leave batches behind.
     """
-    if epoch.equal_steps:
-        yield
-        return
     before = vars(EpochIterator).get("_num_batches")
     EpochIterator._num_batches = property(
         lambda self: self.data_adapter.num_batches, lambda self, learned: None
@@ -223,15 +208,23 @@ def with_names(
     return (), dict(zip(names, args, strict=True)) | kwargs
 
 
+def _classes(*names: str) -> tuple[type[Any], ...]:
+    """Keras's callbacks of these names; some are not in all versions."""
+    found = (getattr(keras.callbacks, name, None) for name in names)
+    return tuple(each for each in found if isinstance(each, type))
+
+
 # These only write files and messages.
-_WRITERS = ("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
+_WRITERS = _classes(
+    *("CSVLogger", "TensorBoard", "RemoteMonitor", "OrbaxCheckpoint", "ProgbarLogger")
+)
 # These never end training in the middle of an epoch.
-_STEADY = ("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
+_STEADY = _classes("ModelCheckpoint", "ProgbarLogger", "CSVLogger", "TensorBoard", "History")
 
 
 @dataclass(eq=False)
-class Epoch:
-    """How ``fit`` of one model runs on the ranks, from epoch to epoch.
+class FitState:
+    """The state of ``fit`` of one model, and how it runs on the ranks.
 
     Every rank must take equally many steps in an epoch, except with ``ParameterServer``. Rounds do
     not depend on epochs: ``Rounds.every`` sets their length, and ``hvkit.sync.rounds`` counts the
@@ -255,7 +248,8 @@ class Epoch:
     rows: tuple[Any, ...] | None = None
     # Whether the batches of all ranks have the same number of rows.
     even: bool = False
-    begun: bool = False
+    # Whether a pass over the training data is under way.
+    in_epoch: bool = False
 
     @property
     def local(self) -> bool:
@@ -266,27 +260,36 @@ class Epoch:
         return not isinstance(self.strategy, ParameterServer)
 
     @contextmanager
+    def training(self, given: Mapping[str, Any]) -> Iterator[None]:
+        """Wrap ``fit`` with the given arguments."""
+        self.rows = _rows_of_batches(given)
+        with nullcontext() if self.equal_steps else _data_to_their_end():
+            try:
+                yield
+            finally:
+                self.even = False
+                if self.keeper:  # an error may have come while callbacks ran
+                    self.keeper.put_back()
+
+    @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Wrap a pass over other data, in the middle of the epoch or after it."""
-        begun, self.begun = self.begun, False
+        in_epoch, self.in_epoch = self.in_epoch, False
         try:
             yield
         finally:
-            self.begun = begun
+            self.in_epoch = in_epoch
 
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
         """A context with the weights that the ranks would agree on now; a collective if local."""
-        if self.keeper is None:
-            yield
-            return
-        with self.keeper.settled():
+        with self.keeper.settled() if self.keeper else nullcontext():
             yield
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End the pass; a collective. Does nothing after a pass over the validation data."""
-        if self.begun:
-            self.begun = False
+        if self.in_epoch:
+            self.in_epoch = False
             for each in self.averagers:
                 each.end_of_epoch()
 
@@ -298,48 +301,41 @@ def with_callbacks(
     return keras.callbacks.CallbackList(callbacks, model=model, **params)
 
 
-def _for_this_rank(callbacks: Any, group: Group, epoch: Epoch | None, model: keras.Model) -> Any:
-    """The callbacks that this rank runs, in their order; ``epoch`` is None outside of ``fit``."""
+def _for_this_rank(callbacks: Any, group: Group, state: FitState | None, model: keras.Model) -> Any:
+    """The callbacks that this rank runs, in their order; ``state`` is None outside of ``fit``."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        if epoch is None:  # perhaps that of a fit which evaluates
+        if state is None:  # perhaps that of a fit which evaluates
             return callbacks
         if type(callbacks) is not keras.callbacks.CallbackList:
             raise ValueError(
                 f"callbacks is a {type(callbacks).__name__}, to which hvkit cannot add callbacks "
                 "of its own: pass a list, or a keras.callbacks.CallbackList"
             )
-        return with_callbacks(
-            callbacks, _for_this_rank(callbacks.callbacks, group, epoch, model), model
-        )
+        found = _for_this_rank(callbacks.callbacks, group, state, model)
+        return with_callbacks(callbacks, found, model)
     given = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     given = [each for each in given if each is not None]
-    if any(_is_one_of(each, ("BackupAndRestore",)) for each in given):
+    if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in given):
         raise ValueError(
             "keras.callbacks.BackupAndRestore does not work on several ranks: all would write the "
             "same files, and each would restore by itself: use hvkit.Checkpoint(directory, "
             "model=model, optimizer=optimizer), its restore() and its callback()"
         )
     if group.rank != 0:
-        given = [_without_output(each) for each in given if not _is_one_of(each, _WRITERS)]
-    if epoch is None:
+        given = [_without_output(each) for each in given if not isinstance(each, _WRITERS)]
+    if state is None:
         return given
-    if epoch.adapt:
-        for each in given:
-            epoch.adapt(each)
-    first = [ShowAgreedWeights(epoch)] if epoch.local else []
-    return [*first, *given, InStep(given, epoch), *epoch.watching()]
-
-
-def _is_one_of(callback: Any, names: tuple[str, ...]) -> bool:
-    classes = (getattr(keras.callbacks, name, None) for name in names)
-    return any(isinstance(callback, each) for each in classes if isinstance(each, type))
+    for each in given if state.adapt else ():
+        state.adapt(each)
+    first = [_showing_agreed_weights(state)] if state.local else []
+    return [*first, *given, InStep(given, state), *state.watching()]
 
 
 def _without_output(callback: Any) -> Any:
     """The same callback, without messages and without saving the model; its decisions stay."""
     if hasattr(callback, "verbose"):
         callback.verbose = 0
-    if _is_one_of(callback, ("ModelCheckpoint",)):
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
         set_model = type(callback).set_model
         callback.set_model = lambda model: set_model(callback, _Unsaved(model))
     return callback
@@ -362,7 +358,7 @@ class _Unsaved:
 
 def _acts(callback: Any, *hooks: str) -> bool:
     """Whether the callback has code at one of these points, which may stop training."""
-    if _is_one_of(callback, _STEADY) or getattr(callback, "never_stops", False):
+    if isinstance(callback, _STEADY) or getattr(callback, "never_stops", False):
         return False
     base = keras.callbacks.Callback
     return any(
@@ -371,34 +367,30 @@ def _acts(callback: Any, *hooks: str) -> bool:
     )
 
 
-class ShowAgreedWeights(keras.callbacks.Callback):  # type: ignore[misc]
+def _showing_agreed_weights(state: FitState) -> keras.callbacks.Callback:
     """Lets callbacks see the weights that the ranks agree on; Keras calls this one before them.
 
     At the end of an epoch a callback may evaluate or save the model, remember its weights, or set
     others. At the end of training the rounds end, and all ranks leave ``fit`` with one model.
     """
 
-    never_stops = True
+    def show(epoch: int, logs: Any) -> None:
+        if state.keeper:
+            state.keeper.show_callbacks()
 
-    def __init__(self, epoch: Epoch) -> None:
-        super().__init__()
-        self._epoch = epoch
+    def end_rounds(logs: Any) -> None:
+        if state.keeper:
+            state.keeper.end_rounds()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._epoch.keeper:
-            self._epoch.keeper.show_callbacks()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self._epoch.keeper:
-            self._epoch.keeper.end_rounds()
+    return keras.callbacks.LambdaCallback(on_epoch_end=show, on_train_end=end_rounds)
 
 
 class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     """Makes all ranks take equally many steps, and stop when any does; called after ``others``."""
 
-    def __init__(self, others: list[Any], epoch: Epoch) -> None:
+    def __init__(self, others: list[Any], state: FitState) -> None:
         super().__init__()
-        self._epoch = epoch
+        self._state = state
         # Only a callback that could stop training inside an epoch is worth a collective per step.
         self._every_step = any(_acts(each, "on_batch_end", "on_train_batch_end") for each in others)
         # A callback may set weights there.
@@ -406,16 +398,14 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make sure that all ranks that know their number of steps have the same number."""
-        steps_here = (self.params or {}).get("steps")
-        facts = steps_here, self._every_step, self._at_the_end, self._epoch.rows
-        group = self._epoch.group
-        steps, every_step, at_the_end, rows = zip(
-            *collectives.gather("fit", facts, group), strict=True
-        )
-        self._epoch.even = rows[0] is not None and len(set(rows)) == 1
+        state, group = self._state, self._state.group
+        facts = (self.params or {}).get("steps"), self._every_step, self._at_the_end, state.rows
+        gathered = collectives.gather("fit", facts, group)
+        steps, every_step, at_the_end, rows = zip(*gathered, strict=True)
+        state.even = rows[0] is not None and len(set(rows)) == 1
         self._every_step, self._at_the_end = any(every_step), any(at_the_end)
-        may_differ = not (self._epoch.equal_steps or self._every_step)
-        if not may_differ and len({count for count in steps if count is not None}) > 1:
+        must_agree = state.equal_steps or self._every_step
+        if must_agree and len({count for count in steps if count is not None}) > 1:
             error = RanksDisagreeError(
                 f"fit has data of different length on each rank, {list(steps)} steps per epoch in "
                 "rank order: every rank must take the same number of steps; use hvkit.shard(data)"
@@ -423,21 +413,24 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
             raise mark_as_shown_by(error, group.first)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch.begin()
-        self._epoch.begun = True
+        self._state.begin()
+        self._state.in_epoch = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._every_step:
-            self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
+            self._stop_together()
+
+    def _stop_together(self) -> None:
+        self.model.stop_training = any_rank_of(self._state.group, self.model.stop_training)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._epoch.compare()
-        self.model.stop_training = any_rank_of(self._epoch.group, self.model.stop_training)
-        if keeper := self._epoch.keeper:
+        self._state.compare()
+        self._stop_together()
+        if keeper := self._state.keeper:
             keeper.keep_what_callbacks_set()
             keeper.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""
         if self._at_the_end:
-            self._epoch.compare()
+            self._state.compare()

@@ -180,17 +180,15 @@ class _AdaptedLayer:
         return all(each is not None and each.size for each in values)  # Keras 3.5: no boundaries
 
     def derive_again(self) -> None:
-        layer_class = type(self.layer)
-        if self._looks_up or not self.layer.built:
+        layer, layer_class = self.layer, type(self.layer)
+        if self._looks_up or not layer.built:
             return
-        if isinstance(self.layer, keras.layers.Normalization) or _is_users(
-            layer_class, _DERIVES[0]
-        ):
-            self.layer.finalize_state()
+        if isinstance(layer, keras.layers.Normalization) or _is_users(layer_class, _DERIVES[0]):
+            layer.finalize_state()
         if _is_users(layer_class, _DERIVES[1]):
             store: dict[str, Any] = {}
-            self.layer.save_own_variables(store)
-            self.layer.load_own_variables(store)
+            layer.save_own_variables(store)
+            layer.load_own_variables(store)
 
     def take(self, values: list[Any]) -> None:
         if self._looks_up:
@@ -207,12 +205,8 @@ class _AdaptedLayer:
 
     @property
     def _constants(self) -> tuple[str, ...]:
-        constants = (
-            names
-            for layer_class, names in _CONSTANTS.items()
-            if isinstance(self.layer, layer_class)
-        )
-        return next(constants, ())
+        of_classes = _CONSTANTS.items()
+        return next((names for each, names in of_classes if isinstance(self.layer, each)), ())
 
     def _vocabulary(self) -> list[Any]:
         # Keras gives integers of NumPy.
@@ -271,13 +265,11 @@ class AdaptedLayers:
             self._take(group)
 
     def _problem(self, gathered: list[list[bool]], group: Group) -> Exception | None:
-        for i, each in enumerate(self._layers):
-            pairs = zip(group.members, gathered, strict=True)
-            ranks = [rank for rank, learnt in pairs if learnt[i]]
-            if ranks and ranks[0] != group.first:
+        for each, learnt in zip(self._layers, zip(*gathered, strict=True), strict=True):
+            if any(learnt) and not learnt[0]:
                 return ValueError(
-                    f"layer {each.name} has adapted to data on rank {ranks[0]}, but not on rank "
-                    f"{group.first}: {ADAPT}"
+                    f"layer {each.name} has adapted to data on rank "
+                    f"{group.members[learnt.index(True)]}, but not on rank {group.first}: {ADAPT}"
                 )
         return None
 
@@ -303,15 +295,14 @@ class AdaptedLayers:
         derived = _problem_of(_AdaptedLayer.derive_again, *((each,) for each in self._layers))
         raise_together(derived, group=group)
         local = [[row.tolist() for row in each.rows()] for each in self._layers]
-        of_first = collectives.from_rank(group.first, local, group)
-        unlike = {i for i, rows in enumerate(local) if rows != of_first[i]}
-        wanted = sorted(set().union(*collectives.gather("distribute", sorted(unlike), group)))
-        local_values = [self._layers[i].values() for i in wanted]
-        values = collectives.from_rank(group.first, local_values, group)
-        taken = (
-            (self._layers[i], each) for i, each in zip(wanted, values, strict=True) if i in unlike
+        values = [each.values() for each in self._layers] if group.rank == 0 else []
+        of_first = collectives.from_rank(group.first, (local, values), group)
+        unlike = (
+            (layer, of_layer)
+            for layer, own, rows, of_layer in zip(self._layers, local, *of_first, strict=True)
+            if own != rows
         )
-        raise_together(_problem_of(_AdaptedLayer.take, *taken), group=group)
+        raise_together(_problem_of(_AdaptedLayer.take, *unlike), group=group)
 
 
 def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:

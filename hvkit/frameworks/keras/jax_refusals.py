@@ -7,13 +7,11 @@ make. So the methods of a model around one of these, or of a copy, would train a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import jax
-import keras
 
 from hvkit.frameworks.keras import refusals
 from hvkit.frameworks.keras.optimizers import inner_optimizer, updating
@@ -78,24 +76,13 @@ def _require_whole(model: Any, name: str) -> None:
             )
 
 
-@functools.cache
 def watch_updates() -> None:
-    base = keras.optimizers.Optimizer
-    apply = base.apply
-
-    @functools.wraps(apply)
-    def apply_if_together(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        given: Any = None if trainable_variables is None else list(trainable_variables)
-        _require_together(self, given or getattr(self, "_trainable_variables", []))
-        return apply(self, grads, given)
-
-    base.apply = apply_if_together
+    refusals.call_before_updates(_require_together)
 
 
 def _require_together(optimizer: Any, variables: Sequence[Any]) -> None:
     """Raise if an update mixes weights of all ranks with others, warn if it has none of them."""
-    # Variables that no layer has made, such as an input that is optimised, have no folder.
-    of_layers = [v for v in variables if "/" in getattr(v, "path", "")]
+    of_layers = refusals.of_layers(variables)
     apart = [v for v in of_layers if not _is_of_all_ranks(v)]
     if not apart:
         return

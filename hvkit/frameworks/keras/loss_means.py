@@ -30,7 +30,8 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -129,6 +130,31 @@ class _Step:
         one = self.of_keras and len(losses) == 1 and self.position_of_called == 0
         return one and loss_checks.gives_each_sample_its_own(self.called[0][0])
 
+    def note(self, loss: Any, count: Any, *, by_rows: bool) -> None:
+        """Note a loss of a ``test_step``, a sum if ``count`` is None."""
+        if (position := self.position_of_called) is not None:
+            local = ops.cast(loss, "float64")
+            parts = [local, 1.0] if count is None else [local * count, count]
+            self.noted += [position, count is not None, by_rows, *parts]
+        elif self.position is not None:
+            loss_checks.warn_of_own_means()
+
+    def over_all_ranks(self, loss: Any, count: Any) -> Any:
+        """A loss of a ``train_step`` as a mean over all ranks' counts, or a sum; a collective."""
+        number = self.next_name()
+        if count is None:
+            loss_checks.warn_of_factor(self.model)
+            factor, _ = self.totals.of(None, number)
+        else:
+            count = ops.stop_gradient(count)
+            # Users of ``rows_for_each`` in this step need gradients that are weighted by rows.
+            starts = number == 0 and self.has_one_loss() and self.totals.start(count, number)
+            if starts and not self.model.losses:
+                self.late = ops.stop_gradient(loss), count, number
+                return loss
+            factor = _factor(self.totals, count, number)
+        return loss * ops.convert_to_tensor(factor, loss.dtype)
+
     def correct_reported(self, rows: int) -> None:
         """Correct the reported loss, which Keras has weighted by ``rows``, by all ranks' counts."""
         assert self.late is not None
@@ -141,6 +167,17 @@ class _Step:
 
 
 _step: ContextVar[_Step | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def _as_current(step: _Step | None) -> Iterator[None]:
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
 # Attributes of a model: they refer to it, so that a table would keep it.
 _TOTALS, _EVEN = "_hvkit_totals", "_hvkit_even"
 
@@ -153,7 +190,7 @@ def use_counts_of_all_ranks(model: keras.Model, totals: StepTotals, *, trains: b
         loss_checks.watch_losses(model)
         model.train_step = _counted(model, model.train_step, totals, trains=True)
     model.test_step = _counted(model, model.test_step, totals, trains=False)
-    _share_reduction()
+    _replace_reduction()
 
 
 def know_rows(model: keras.Model, even: Callable[[], bool]) -> None:
@@ -181,11 +218,8 @@ def _counted(
             totals.begin(rows_of, final=of_keras)
         step = _Step(model, totals, trains, of_keras)
         before = None if trains else _reported(model)
-        token = _step.set(step)
-        try:
+        with _as_current(step):
             logs = method(data)
-        finally:
-            _step.reset(token)
         if trains:
             if step.late is not None:
                 step.correct_reported(_first_tensor(x).shape[0])
@@ -205,10 +239,9 @@ def _reported(model: keras.Model) -> Any:
 
 def _first_tensor(tree: Any) -> Any:
     """The first tensor or array of some data, which has rows; None if the first thing has none."""
-    found = [tree]
-    if not ops.is_tensor(tree):
-        found = [each for each in keras.tree.flatten(tree) if each is not None]
-    return found[0] if found and _has_rows(found[0]) else None
+    leaves = [tree] if ops.is_tensor(tree) else keras.tree.flatten(tree)
+    first = next((each for each in leaves if each is not None), None)
+    return first if _has_rows(first) else None
 
 
 def _has_rows(value: Any) -> bool:
@@ -242,7 +275,7 @@ def noted_of(model: keras.Model) -> list[np.ndarray[Any, Any]]:
 
 
 @functools.cache
-def _share_reduction() -> None:
+def _replace_reduction() -> None:
     _follow_losses()
     reduce = keras_losses.reduce_weighted_values
 
@@ -268,44 +301,24 @@ def _share_reduction() -> None:
             loss = ops.cast(ops.sum(values), loss.dtype)
         if not step.has_rows:
             step.see(values)
-        position = step.position_of_called
         count = None if reduction == "sum" else _count(values, sample_weight, mask, reduction)
-        if count is None and (reduction != "sum" or position is None):
+        if count is None and (reduction != "sum" or step.position_of_called is None):
             return loss
-        if not step.trains and position is None:
-            if step.position is not None:
-                loss_checks.warn_of_own_means()
-            return loss
-        if not step.trains:
-            local = ops.cast(loss, "float64")
-            parts = [local, 1.0] if count is None else [local * count, count]
-            # Keras gives batches equal weights in an output's loss if their size is unknown.
-            by_rows = values.shape[0] is not None
-            step.noted += [position, count is not None, by_rows, *parts]
-            return loss
-        number = step.next_name()
-        if count is None:
-            loss_checks.warn_of_factor(step.model)
-            factor, _ = step.totals.of(None, number)
-        else:
-            count = ops.stop_gradient(count)
-            # Users of ``rows_for_each`` in this step need gradients that are weighted by rows.
-            starts = number == 0 and step.has_one_loss() and step.totals.start(count, number)
-            if starts and not step.model.losses:
-                step.late = ops.stop_gradient(loss), count, number
-                return loss
-            factor = _factor(step.totals, count, number)
-        return loss * ops.convert_to_tensor(factor, loss.dtype)
+        if step.trains:
+            return step.over_all_ranks(loss, count)
+        # Keras gives batches equal weights in an output's loss if their size is unknown.
+        step.note(loss, count, by_rows=values.shape[0] is not None)
+        return loss
 
     keras_losses.reduce_weighted_values = over_all_ranks
 
 
 def _factor(totals: StepTotals, count: Any, number: int) -> Any:
     """The factor from a rank's mean to the mean of all ranks, weighted by rows."""
-    share, total = totals.of(count, number)
+    rows_for_each, total = totals.of(count, number)
     if isinstance(total, float):
-        return share * float(count) / total if total else 0.0
-    return share * ops.divide_no_nan(count, total)
+        return rows_for_each * float(count) / total if total else 0.0
+    return rows_for_each * ops.divide_no_nan(count, total)
 
 
 @functools.cache
@@ -351,11 +364,8 @@ def _follow_losses() -> None:
 
 
 def _compare_outside_step(loss: Any, data: Any, *values: Any) -> None:
-    token = _step.set(None)
-    try:
+    with _as_current(None):
         loss_checks.compare_with_halves(loss, data, *values)
-    finally:
-        _step.reset(token)
 
 
 def _of_weights(called: tuple[Any, Any]) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
@@ -37,7 +38,7 @@ from hvkit.frameworks.jax.arrays import (
 )
 from hvkit.frameworks.jax.port import JaxPort
 from hvkit.frameworks.jax.trees import set_variable
-from hvkit.frameworks.keras.fit import Epoch, with_callbacks_of_this_rank
+from hvkit.frameworks.keras.fit import FitState, use_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.optimizers import scale_rates, updating
 from hvkit.learning_rate import Multiplier
@@ -81,7 +82,7 @@ class KerasOnJaxPort(JaxPort):
         )
 
     def _refuse_state_alone(self) -> None:
-        pass  # Keras itself leaves variables where they are
+        """Keras itself leaves variables where they are."""
 
     def synchronise(self) -> None:
         set_mesh(self._mesh)
@@ -100,8 +101,11 @@ class KerasOnJaxPort(JaxPort):
         if (used := getattr(model, "optimizer", None)) is not None:  # a loss scale may be around it
             optimizers.append(used)
         states = {id(v) for each in optimizers for v in each.variables}
-        found = [*model.variables, *(v for each in optimizers for v in each.variables)]
-        found += getattr(model, "metrics_variables", [])
+        found = [
+            *model.variables,
+            *(v for each in optimizers for v in each.variables),
+            *getattr(model, "metrics_variables", ()),
+        ]
         new = {
             id(v): v
             for v in found
@@ -132,43 +136,35 @@ class KerasOnJaxPort(JaxPort):
             # Compiled for arrays of this rank, perhaps.
             model.train_function = model.test_function = model.predict_function = None
             self._place_before_steps(model)
-            epoch = Epoch(
+            state = FitState(
                 self._options.group,
                 functools.partial(batches.require_same_weights, "fit", [model]),
                 watching=lambda: [Epochs()],
             )
             if self._is_divided:
-                epoch.adapt = functools.partial(_refuse_reading, self._has_divided_weights)
+                state.adapt = functools.partial(_refuse_reading, self._has_divided_weights)
             for name in (*_PASSES, *_BATCHES):
                 setattr(model, name, _among_ranks(model, name))
             for name in _PASSES:
-                method = getattr(model, name)
-                trains = name == "fit"
-                adapted = with_callbacks_of_this_rank(model, method, epoch, trains=trains)
-                setattr(model, name, adapted)
+                use_callbacks_of_this_rank(model, name, state)
         for optimizer in self.optimizer:
             self._place_built(optimizer)
         return super().keep_in_step()
 
     def _divide_updates(self) -> None:
-        pass
+        """Left to XLA, which leaves variables where they are."""
 
     def _place_before_steps(self, model: Any) -> None:
-        def wrapped(name: str) -> Any:
-            make = getattr(model, name)
-
-            def placed_first(force: bool = False) -> Any:
-                self._place_variables(model, calls.current_call() or name)
-                before = model.predict_function
-                made = make(force=force)
-                if model.predict_function is not None and model.predict_function is not before:
-                    model.predict_function = own_rows(model, model.predict_function)
-                return made
-
-            return placed_first
+        def place_and_make(name: str, make: Callable[..., Any], force: bool = False) -> Any:
+            self._place_variables(model, calls.current_call() or name)
+            before = model.predict_function
+            made = make(force=force)
+            if model.predict_function not in (None, before):
+                model.predict_function = own_rows(model, model.predict_function)
+            return made
 
         for name in ("make_train_function", "make_test_function", "make_predict_function"):
-            setattr(model, name, wrapped(name))
+            setattr(model, name, functools.partial(place_and_make, name, getattr(model, name)))
 
     def _place_built(self, optimizer: Any) -> None:
         """Place an optimizer's state when it is built, also in a loop of the script's own."""
@@ -196,7 +192,7 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def on_all_ranks(*args: Any, **kwargs: Any) -> Any:
-        # ``with_callbacks_of_this_rank`` names a pass.
+        # ``use_callbacks_of_this_rank`` names a pass.
         in_call = calls.call_within(name) if name in _BATCHES else contextlib.nullcontext()
         with in_call, ranks.scope():
             if name == "predict_on_batch":
@@ -215,14 +211,10 @@ def _among_ranks(model: Any, name: str) -> Callable[..., Any]:
 
 def _refuse_reading(divided_weights: bool, callback: Any) -> None:
     """Refuse a callback that would read weights or states of optimizers that ranks have divided."""
+    early_stopping, saver = keras.callbacks.EarlyStopping, keras.callbacks.ModelCheckpoint
+    keeps = isinstance(callback, early_stopping) and callback.restore_best_weights
     # Files of weights hold the optimizer's state, too.
-    saves = isinstance(callback, keras.callbacks.ModelCheckpoint)
-    keeps = (
-        isinstance(callback, keras.callbacks.EarlyStopping)
-        and divided_weights
-        and callback.restore_best_weights
-    )
-    if saves or keeps:
+    if isinstance(callback, saver) or (keeps and divided_weights):
         raise ValueError(
             f"{type(callback).__name__} would read the whole model in fit, of which each rank "
             "holds a part: use the callback() of hvkit.Checkpoint(directory, model=model, "
@@ -351,22 +343,23 @@ def _of_all_ranks(iterator: Any, distribution: Any) -> Iterator[Any]:
 def _until_no_rank_has_more(batches_of_rank: Iterable[Any]) -> Iterator[Any]:
     """Batches of all ranks, without rows of this rank once it has no more."""
     # Ranks take one without rows for the end of another's data.
-    iterator = (batch for batch in batches_of_rank if len(jax.tree.leaves(batch)[0]))
-    data = next(iterator, None)
-    empty = _empty(data)
-    while empty is not None:
-        batch = one_batch(empty if data is None else data)
+    with_rows = (batch for batch in batches_of_rank if len(jax.tree.leaves(batch)[0]))
+    first = next(with_rows, None)
+    if (empty := _empty(first)) is None:
+        return
+    own = itertools.chain([] if first is None else [first], with_rows, itertools.repeat(empty))
+    for data in own:
+        batch = one_batch(data)
         if not any(_last_counts):
             return
         yield batch
-        data = next(iterator, None)
 
 
 def _empty(data: Any) -> Any:
     """A batch without rows, also on a rank that has no batch; None if no rank has. A collective."""
     gathered = gather(_point(), data is not None)
     empty = None if data is None else jax.tree.map(lambda leaf: batches.rows_of(leaf)[:0], data)
-    if any(gathered) and not all(gathered):
+    if len({*gathered}) > 1:
         first = gathered.index(True)
         empty = unpickled(gather(_point(), pickled(empty))[first], first)
     return empty

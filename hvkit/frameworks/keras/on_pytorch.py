@@ -25,7 +25,7 @@ from hvkit.frameworks.keras.backends import backend_variable
 from hvkit.frameworks.keras.buffers import synchronise_batch_norm
 from hvkit.frameworks.keras.checks import made_trainable
 from hvkit.frameworks.keras.divided_state import ids_of_slots
-from hvkit.frameworks.keras.fit import Epoch, share_results
+from hvkit.frameworks.keras.fit import FitState, combine_results
 from hvkit.frameworks.keras.loss_checks import watch_losses
 from hvkit.frameworks.keras.loss_means import rows_for_each, use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import fit_half, let_leave_out_updates, share_scale
@@ -94,7 +94,7 @@ class KerasOnPyTorchPort(KerasPort):
         self._begun = False
         self._synchronised: list[Any] = []
         self._local = isinstance(options.strategy, Rounds | ParameterServer)
-        self._epochs: list[Epoch] = []
+        self._epochs: list[FitState] = []
         self._samples: as_pytorch.PyTorchSampleCounts | None = None
 
     def synchronise(self) -> None:
@@ -113,8 +113,8 @@ class KerasOnPyTorchPort(KerasPort):
                 )
             self._let_update(model)
             use_counts_of_all_ranks(model, samples, trains=not self._local)
-            self._epochs.append(Epoch(self.group, self._compare, self.options.strategy))
-            share_results(model, self._epochs[-1])
+            self._epochs.append(FitState(self.group, self._compare, self.options.strategy))
+            combine_results(model, self._epochs[-1])
         if self._local:
             refusals.let_differ([self.model, *self.models], self.inner)
         for each in self.inner:
@@ -245,7 +245,7 @@ class KerasLoopPort(PyTorchPort):
             watch_losses(each, in_loop=True)
             samples = as_pytorch.PyTorchSampleCounts(group.numbered("hvkit"), group)
             use_counts_of_all_ranks(each, samples, trains=False)
-            share_results(each, Epoch(group, lambda: None, strategy, keeper=local))
+            combine_results(each, FitState(group, lambda: None, strategy, keeper=local))
         return records, keeper
 
 

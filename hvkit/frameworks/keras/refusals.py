@@ -56,20 +56,19 @@ def refuse_optimizers(models: Sequence[Any], optimizers: Sequence[Any], options:
 
 def refuse_loss_scale(options: Options, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
     """Raise for options that exclude a loss scale, where Keras runs on PyTorch."""
-    if not (scaled := _source_of_loss_scale(models, optimizers)):
-        return
+    scaled = _source_of_loss_scale(models, optimizers)
     advice = 'train in "mixed_bfloat16", without a LossScaleOptimizer'
-    if isinstance(strategy := options.strategy, Rounds):
+    if scaled and isinstance(strategy := options.strategy, Rounds):
         raise ValueError(
             f"{strategy} ends rounds after equally many updates on every rank, but {scaled}, which "
             f"skips updates that overflow on one rank: with Keras on PyTorch, {advice}"
         )
-    travels = (
-        strategy.gradient_compression(options.compression)
-        if isinstance(strategy, Averaging)
-        else None
-    )
-    if travels is not None and travels.keeps_state:
+    if (
+        scaled
+        and isinstance(strategy := options.strategy, Averaging)
+        and (travels := strategy.gradient_compression(options.compression))
+        and travels.keeps_state
+    ):
         raise ValueError(
             f"{travels} adds what earlier steps have not sent to the gradients of this one, but "
             f"{scaled}, which scales each step's differently: {advice}, or choose a compression "
@@ -257,7 +256,7 @@ def is_distributed(model: Any) -> bool:
     return any(part in _models for part in model._flatten_layers())
 
 
-def is_alike(optimizer: Any) -> bool:
+def stays_the_same(optimizer: Any) -> bool:
     """Whether every update keeps this optimizer the same on all ranks, and it scales no loss."""
     return optimizer in _averaged and optimizer not in _differing
 
@@ -277,34 +276,48 @@ def weights_of_models() -> set[int]:
     return {id(w) for model in _models for w in model.weights}
 
 
-@functools.cache
 def watch_updates() -> None:
     """Check at each update that its optimizer averages."""
+    call_before_updates(_require_averaged)
+
+
+@functools.cache
+def call_before_updates(check: Callable[[Any, Sequence[Any]], None]) -> None:
+    """Call a function with the optimizer and its variables before each update of any optimizer."""
     base = keras.optimizers.Optimizer
     apply = base.apply
 
     @not_converted
-    def apply_if_averaged(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        warn_of_own_count(self in _averaged)
-        if self not in _averaged:
-            variables = list(trainable_variables or getattr(self, "_trainable_variables", ()))
-            ids = {id(v) for v in variables}
-            of = [m for m in _models if any(id(w) in ids for w in m.trainable_variables)]
-            if of or not ids.isdisjoint(_updated):
-                model = f"model {of[0].name!r}" if of else "weights of a distributed model"
-                raise ValueError(
-                    f"optimizer {self.name!r} ({type(self).__name__}) updates {model}, but was not "
-                    "passed to hvkit.distribute, so the ranks would train apart: use the optimizer "
-                    "that was passed, and pass optimizers of later phases in the same call: "
-                    "distribute(model, [first, second])"
-                )
-            # Variables that no layer has made, such as an input that is optimised, have no folder.
-            of_layers = any("/" in getattr(v, "path", "") for v in variables)
-            if of_layers and self not in _averaged_by_horovod:
-                warn_of_own_models(f"{self.name!r} ({type(self).__name__})")
-        return apply(self, grads, trainable_variables)
+    @functools.wraps(apply)
+    def checked(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        given: Any = None if trainable_variables is None else list(trainable_variables)
+        check(self, given or getattr(self, "_trainable_variables", []))
+        return apply(self, grads, given)
 
-    base.apply = apply_if_averaged
+    base.apply = checked
+
+
+def _require_averaged(optimizer: Any, variables: Sequence[Any]) -> None:
+    warn_of_own_count(optimizer in _averaged)
+    if optimizer in _averaged:
+        return
+    described = f"{optimizer.name!r} ({type(optimizer).__name__})"
+    ids = {id(v) for v in variables}
+    of = [m for m in _models if any(id(w) in ids for w in m.trainable_variables)]
+    if of or not ids.isdisjoint(_updated):
+        model = f"model {of[0].name!r}" if of else "weights of a distributed model"
+        raise ValueError(
+            f"optimizer {described} updates {model}, but was not passed to hvkit.distribute, so "
+            "the ranks would train apart: use the optimizer that was passed, and pass optimizers "
+            "of later phases in the same call: distribute(model, [first, second])"
+        )
+    if of_layers(variables) and optimizer not in _averaged_by_horovod:
+        warn_of_own_models(described)
+
+
+def of_layers(variables: Sequence[Any]) -> list[Any]:
+    """Those that layers have made: others, such as an input that is optimised, have no folder."""
+    return [v for v in variables if "/" in getattr(v, "path", "")]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from hvkit.communication.collectives import from_rank, require_equal
 from hvkit.frameworks.keras import initial_state
 from hvkit.frameworks.keras.buffers import layers_of, made_synchronised
 from hvkit.frameworks.keras.divided_state import why_not_by_variable
-from hvkit.frameworks.keras.fit import Epoch, share_results
+from hvkit.frameworks.keras.fit import FitState, combine_results
 from hvkit.frameworks.keras.optimizers import updating
 from hvkit.frameworks.keras.pipeline.layer_graph import LayerGraph, plan_stages, stage_of
 from hvkit.frameworks.keras.pipeline.parts import ModelForCallbacks, ModelParts, OptimizerParts
@@ -82,7 +82,7 @@ class PipelinePort(KerasPort):
         """Average and compare what this rank holds."""
         self.model.models = pipelined.stage.layers
 
-    def _attach(self, epoch: Epoch) -> list[tuple[Any, Record]]:
+    def _attach(self, state: FitState) -> list[tuple[Any, Record]]:
         """Let the model's methods run the pipeline; return records; a collective."""
         model = self._whole
         self._channel = self.tensors.channel(self._mesh, all_ranks().numbered("hvkit.pipeline"))
@@ -92,8 +92,8 @@ class PipelinePort(KerasPort):
             setattr(model, name, _in_eager_code(model, getattr(model, name)))
         for name in ("train_step", "test_step"):
             setattr(model, name, self._noting_targets(getattr(model, name)))
-        epoch.adapt = self._adapt
-        share_results(model, epoch, self.group)
+        state.adapt = self._adapt
+        combine_results(model, state, self.group)
         vars(model)[_ATTRIBUTE] = self
         if self._is_built:
             self._divide()
@@ -123,7 +123,7 @@ class PipelinePort(KerasPort):
                 f"Sequential model {model.name!r} gets more than one tensor, and its layers cannot "
                 "be divided: make it with the functional API, keras.Model(inputs, outputs)"
             )
-        _share_seeds(model)
+        _use_seeds_of_rank_0(model)
         self._plan = self._planned()
         _, stages = self._plan
         _make_values(model, lambda v: stage_of(v, stages) == self._channel.rank)
@@ -201,8 +201,8 @@ def _without_values(build: Callable[[], None], name: str) -> None:
         global_state.set_global_attribute(_UNINITIALISED, before or [])
 
 
-def _share_seeds(model: Any) -> None:
-    """Give the initializers of variables without values rank 0's seeds; a collective."""
+def _use_seeds_of_rank_0(model: Any) -> None:
+    """Seed the initializers of variables without values; a collective."""
     makers = [v._initializer for v in model.variables if v._value is None]
     seeds = [getattr(maker, "seed", None) for maker in makers]
     for maker, seed in zip(makers, seeds, strict=True):
@@ -248,13 +248,10 @@ def refuse_in_pipeline(models: Sequence[Any], optimizers: Sequence[Any], options
                 "output of the model and compute it in the loss"
             )
     for each in updating(optimizers):
-        class_name = type(each).__name__
-        if class_name == "ScheduleFreeAdamW" or (reason := why_not_by_variable(each)):
-            if class_name == "ScheduleFreeAdamW":
-                reason = "it changes all weights when it is built"
+        if reason := why_not_by_variable(each):
             raise ValueError(
-                f"optimizer {class_name} cannot update a model whose layers are on several ranks: "
-                f"{reason}. Use an optimizer such as keras.optimizers.AdamW"
+                f"optimizer {type(each).__name__} cannot update a model whose layers are on "
+                f"several ranks: {reason}. Use an optimizer such as keras.optimizers.AdamW"
             )
 
 

@@ -38,6 +38,13 @@ class LayerGraph:
         self.calls = list(_calls_of(self.functional))
         self.outputs = [id(t) for t in self.functional.outputs]
         self.made_by = {id(t): time for time, call in enumerate(self.calls) for t in call.outputs}
+        # By id: the last call that needs a tensor, the first one that uses a variable.
+        self._last_use = {t: time for time, call in enumerate(self.calls) for t in _inputs_of(call)}
+        self._last_use |= dict.fromkeys(self.outputs, len(self.calls))
+        self._first_use: dict[int, int] = {}
+        for time, call in enumerate(self.calls):
+            for v in variables_of(call.operation):
+                self._first_use.setdefault(id(v), time)
         # Tensors that follow from the model's inputs without weights or random numbers: each stage
         # that needs one computes it.
         self._recomputed = {id(t) for t in self.functional.inputs}
@@ -47,16 +54,15 @@ class LayerGraph:
 
     def crossing(self, time: int) -> list[Any]:
         """The tensors that the stage before sends to a stage which begins at this time."""
-        needed = {t for call in self.calls[time:] for t in _inputs_of(call)} | set(self.outputs)
         return [
             t
             for call in self.calls[:time]
             for t in call.outputs
-            if id(t) in needed and id(t) not in self._recomputed
+            if self._last_use.get(id(t), -1) >= time and id(t) not in self._recomputed
         ]
 
     @functools.cached_property
-    def places(self) -> list[LayerCut]:
+    def possible_cuts(self) -> list[LayerCut]:
         """Where one tensor crosses, and no layer with weights is called on both sides, in order."""
         found: list[LayerCut] = []
         for time in range(1, len(self.calls)):
@@ -70,11 +76,10 @@ class LayerGraph:
 
     def shared_at(self, time: int) -> list[str]:
         """The layers with weights or random numbers that are called before a time and after it."""
-        before = {id(v) for call in self.calls[:time] for v in variables_of(call.operation)}
         return [
             call.operation.name
             for call in self.calls[time:]
-            if any(id(v) in before for v in variables_of(call.operation))
+            if any(self._first_use[id(v)] < time for v in variables_of(call.operation))
         ]
 
     def flops(self, start: int, stop: int) -> int:
@@ -99,7 +104,7 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
     if isinstance(choice, str):
         cuts = _balanced(graph, count, choice)
     else:
-        cuts = named_cuts(choice, graph.places, count, _reasons(graph))
+        cuts = named_cuts(choice, graph.possible_cuts, count, _reasons(graph))
     times = [cut.time for cut in cuts]
     spans = list(itertools.pairwise([0, *times, len(graph.calls)]))
     total = max(graph.flops(0, len(graph.calls)), 1)
@@ -117,7 +122,7 @@ def plan_stages(graph: LayerGraph, count: int, choice: Sequence[str] | str = "fl
 
 
 def _balanced(graph: LayerGraph, count: int, balance: str) -> list[LayerCut]:
-    places = graph.places
+    places = graph.possible_cuts
     condition = f"between layers where a single tensor goes on{_reasons(graph)}"
     require_places(balance, count, places, "layer", condition)
     times = [0, *(place.time for place in places), len(graph.calls)]

@@ -16,7 +16,7 @@ import torch
 from keras.src.backend.torch.core import get_device
 
 from hvkit.frameworks.keras.as_pytorch import ModelWeights, PyTorchSampleCounts, step_of
-from hvkit.frameworks.keras.fit import Epoch
+from hvkit.frameworks.keras.fit import FitState
 from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.on_pytorch import KerasOnPyTorchPort
 from hvkit.frameworks.keras.optimizers import updating
@@ -140,7 +140,7 @@ class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
         if self.group.size > 1:
             self._samples = PyTorchSampleCounts(self.group.numbered("hvkit"), self.group)
-        records = self._attach(Epoch(all_ranks(), self._compare))
+        records = self._attach(FitState(all_ranks(), self._compare))
         if self._samples:
             use_counts_of_all_ranks(self._whole, self._samples)
         return records, None
