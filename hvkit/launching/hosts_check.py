@@ -59,8 +59,6 @@ class HostProblem:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check."""
-
     examined: tuple[Examined, ...]
     interfaces: dict[str, str]  # by host, the interface and address that it reached others from
     problems: tuple[HostProblem, ...]

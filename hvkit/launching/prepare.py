@@ -98,7 +98,6 @@ class Request:
         return self.np
 
     def _ranks(self, number: int) -> str:
-        """A number of ranks as the caller writes it."""
         return f"np={number}" if self.from_python else f"-np {number}"
 
 

@@ -58,8 +58,6 @@ _SSH_MESSAGES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command on a host."""
-
     host: Host
     status: int | None  # of the command; None if it did not run, or did not end in time
     stdout: str
@@ -69,8 +67,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """A way to run commands on other hosts."""
-
     command: Callable[[Host, Sequence[str], float], list[str]]  # within a number of seconds
     # Why the command did not run, from exit status and standard error; None if it ran.
     explain: Callable[[Host, int | None, str], str | None]

@@ -53,7 +53,6 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """All lines that are known of it."""
         return "\n".join([*self.all_last_lines, *self.last_lines])
 
     @property

@@ -95,7 +95,6 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_handlers_after() -> Iterator[None]:
-    """Restore the signal handlers afterwards."""
     before = {number: signal.getsignal(number) for number in (*END_SIGNALS, *COMMAND_SIGNALS)}
     try:
         yield

@@ -161,7 +161,6 @@ class AgentConnection:
             raise ConnectionLost(str(problem)) from problem
 
     def send_outcome(self, path: Path) -> None:
-        """Send the file with what the function has returned or raised on this rank."""
         for frame, piece in sealed(path, self._key, Frame.OUTCOME):
             self.send_output(frame, piece)
 

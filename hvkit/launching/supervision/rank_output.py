@@ -70,8 +70,6 @@ _GREETING = re.compile(
 
 @dataclass(frozen=True)
 class Style:
-    """How to show output."""
-
     prefix: bool = False  # rank and host
     timestamps: bool = False  # when lines arrived here
     log_dir: Path | None = None  # with a file for each rank and the launcher, see ``make_room``
@@ -90,8 +88,6 @@ class Style:
 
 @dataclass
 class _Unfinished:
-    """The unfinished line of a stream."""
-
     text: bytes = b""
     begun: bool = False  # a part was shown
     waits: bool = False  # it has not grown since the last flush

@@ -58,8 +58,6 @@ class RankState(RankReport):
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment."""
-
     command: str = ""  # as a shell's line, without the folders of its program and script
     phase: str = "checks the hosts"  # while it has no ranks
     restarts: int = 0

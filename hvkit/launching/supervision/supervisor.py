@@ -176,7 +176,6 @@ class Supervisor:
         self.send_all(*self._ending)
 
     def interrupt(self) -> None:
-        """Have all agents send their commands SIGINT."""
         self._ending = Frame.INTERRUPT, 0
         for rank in list(self.ranks.values()):
             rank.output.interrupted = True
@@ -193,7 +192,6 @@ class Supervisor:
             self.write(functools.partial(rank.output.close, drop=rank.number in hidden))
 
     def hang_up(self) -> None:
-        """Close the connections to agents that are left."""
         for rank in self._connected():
             rank.connection.hang_up()
 

@@ -57,8 +57,6 @@ class HostClock:
 
 
 class Timeline:
-    """Writes the trace of a run and its restarts."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
