@@ -125,9 +125,8 @@ def test_parts_of_parameters_and_frozen_ones():
     model = nn.Linear(6, 4)
     model.bias.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    found = parameter_bytes(
-        model, [optimizer], lambda name, p: (2, 6) if name == "weight" else p.shape
-    )
+    shapes = {model.weight: (2, 6), model.bias: model.bias.shape}
+    found = parameter_bytes(model, [optimizer], shapes)
     assert found == {"weight": ParameterBytes(48, 48, 48), "bias": ParameterBytes(16, 0, 0)}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -94,16 +94,15 @@ def log_division(
     if plan.ways > 1:
         logger.info(f"{plan}")
     placements = placements_of(model, plan.divisions)
-
-    def shape_of(name: str, p: nn.Parameter) -> list[int]:
+    shapes: dict[torch.Tensor, Sequence[int]] = {}
+    for name, p in model.named_parameters():
         shape = list(p.shape)
         if name in placements:
             shape[placements[name].dim] //= plan.ways
         if shape and len(stages.holders(name)) == 1:  # those of several stages stay whole
             shape[0] = math.ceil(shape[0] / options.mesh.shard)
-        return shape
-
-    parameters = parameter_bytes(model, optimizers, shape_of)
+        shapes[p] = shape
+    parameters = parameter_bytes(model, optimizers, shapes)
     ranks = forecast(stages, parameters, options.schedule, microbatches)
     memories = [Memory(*numbers) for numbers in found.tolist()]
     if device.type == "cuda":
@@ -184,14 +183,9 @@ def _largest(sizes: Sequence[int], count: int, each: int) -> int:
 
 
 def parameter_bytes(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    shape_of: Callable[[str, nn.Parameter], Sequence[int]],
+    model: nn.Module, optimizers: Iterable[Optimizer], shapes: Mapping[torch.Tensor, Sequence[int]]
 ) -> dict[str, ParameterBytes]:
-    """The bytes of each parameter on a rank that holds a part of it, of this shape."""
-    shapes: dict[torch.Tensor, Sequence[int]] = {
-        p: shape_of(name, p) for name, p in model.named_parameters()
-    }
+    """The bytes of each parameter on a rank that holds a part of it, of these shapes."""
     state: dict[torch.Tensor, int] = {}
     for optimizer in optimizers:
         state |= state_bytes(optimizer, shapes)

@@ -293,24 +293,13 @@ class FullModel:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._plain = [(m, type(m), vars(m).get("forward")) for m in model.modules()]
-        self._settled = False
-        self._state: ModelState | None = None
+        self.settled = False
+        self.state: ModelState | None = None
         if callable(getattr(type(model), "generate", None)) and "generate" not in vars(model):
             vars(model)["generate"] = self._generate
 
-    def divided(self, state: ModelState) -> None:
-        self._state = state
-
-    @contextmanager
-    def settled(self) -> Iterator[None]:
-        self._settled = True
-        try:
-            yield
-        finally:
-            self._settled = False
-
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        in_mesh = self._state if self._settled else None
+        in_mesh = self.state if self.settled else None
         with self._plain_model(in_mesh.full_everywhere()) if in_mesh else nullcontext():
             return cast(Any, type(self._model)).generate(self._model, *args, **kwargs)
 

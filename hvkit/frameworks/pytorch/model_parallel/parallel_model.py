@@ -335,7 +335,7 @@ class ParallelModel:
             # The script may still hold replaced parameters.
             {p: own[name] for name, p in before.items() if own[name] is not p},
         )
-        self._full.divided(state)
+        self._full.state = state
         for optimizer in self._optimizers:
             state.attach(optimizer)
             overflows = functools.partial(self._gradients.any_overflow, id(optimizer))
@@ -382,9 +382,12 @@ class ParallelModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which rank 0 has the full state dict of the model; a collective."""
-        state = nullcontext() if self.state is None else self.state.gathered()
-        with self._full.settled(), state:
-            yield
+        self._full.settled = True
+        try:
+            with nullcontext() if self.state is None else self.state.gathered():
+                yield
+        finally:
+            self._full.settled = False
 
 
 def _whole(forward: Callable[..., Any], kept: SideOutputs, args: Any, kwargs: Any) -> Any:
