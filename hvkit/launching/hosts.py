@@ -18,7 +18,7 @@ from hvkit.errors import HostfileError, UsageError
 class Host:
     """A host and the number of ranks that may run there."""
 
-    name: str  # or its IPv4 or IPv6 address, without brackets
+    name: str  # or its IPv4 address
     # None leaves that to the launcher, as a bare name in a hostfile does: Open MPI then counts the
     # host's cores.
     slots: int | None = None
@@ -137,7 +137,7 @@ def _decoded(data: bytes, name: str) -> str:
 def read_hosts_option(text: str) -> tuple[Host, ...]:
     """The hosts of ``-H node1:2,node2:2``, the list that mpirun and horovodrun take.
 
-    A host without ``:slots`` has one slot. IPv6 addresses need brackets: ``[fd00::1]:2``.
+    A host without ``:slots`` has one slot.
     """
     words = {f"host {number}": word for number, word in enumerate(text.split(","), start=1)}
     return _distinct({at: _host_of_option(word.strip(" "), at) for at, word in words.items()}, "-H")
@@ -163,8 +163,7 @@ def hosts_option(hosts: Sequence[Host]) -> str:
             raise UsageError(
                 f"{host.name} has no number of slots: add slots=N to it in the hostfile"
             )
-        name = f"[{host.name}]" if ":" in host.name else host.name
-        words.append(f"{f'{host.user}@' if host.user else ''}{name}:{host.slots}")
+        words.append(f"{f'{host.user}@' if host.user else ''}{host.name}:{host.slots}")
     return ",".join(words)
 
 
@@ -201,67 +200,41 @@ def _added_up(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:
 
 
 def _host_word(word: str) -> tuple[str, str | None, str | None]:
-    """Host, user and slots of ``[user@]host[:slots]``; the slots are not checked yet.
-
-    The host is a name, an IPv4 or an IPv6 address; without brackets in what is returned.
-    """
+    """Host, user and slots of ``[user@]host[:slots]``; the slots are not checked yet."""
     user, at, name_and_slots = word.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise HostfileError(
             f"{shown(word)} has an invalid user before the @ (letters, digits, _ and - are valid): "
             "remove the user and set User for this host in ~/.ssh/config"
         )
-    name, slots = _host_and_slots(name_and_slots, word)
+    if name_and_slots.count(":") > 1:
+        raise HostfileError(
+            f"{shown(word)}: mpirun and horovodrun accept no IPv6 addresses: use the host's name, "
+            "and add it to DNS or /etc/hosts"
+        )
+    name, colon, slots = name_and_slots.partition(":")
     if not name:
         raise HostfileError(f"{shown(word)} has no host name: write HOST or USER@HOST")
-    return host_name(name), user or None, slots
-
-
-def _host_and_slots(name_and_slots: str, word: str) -> tuple[str, str | None]:
-    """The host and the text of the slots in the part after the user."""
-    if name_and_slots.startswith("["):
-        inside, bracket, rest = name_and_slots[1:].partition("]")
-        if not bracket or ":" not in inside or (rest and not rest.startswith(":")):
-            raise HostfileError(
-                f"{shown(word)}: brackets are for IPv6 addresses, as in [fd00::1] or [fd00::1]:4"
-            )
-        return inside, rest[1:] if rest else None
-    if name_and_slots.count(":") == 1:
-        name, _, slots = name_and_slots.partition(":")
-        return name, slots
-    return name_and_slots, None
+    return host_name(name), user or None, slots if colon else None
 
 
 def host_name(name: str) -> str:
-    """The valid host name or address; an IPv6 address in its shortest form."""
+    """The valid host name or IPv4 address."""
     labels = name.split(".")
-    if ":" in name or labels[-1].isdecimal():
-        return _address(name)
+    if labels[-1].isdecimal():
+        try:
+            return str(ipaddress.IPv4Address(name))
+        except ValueError:
+            raise HostfileError(
+                f"{shown(name)} is neither an IPv4 address (four numbers up to 255) nor a host "
+                "name (its last part needs a letter)"
+            ) from None
     if len(name) > _LONGEST_NAME or not all(map(_LABEL.fullmatch, labels)):
         raise HostfileError(
             f"{shown(name)} is not a host name: use letters, digits, - and _ in parts of at most "
             "63 characters between dots; a part must not start or end with -"
         )
     return name
-
-
-def _address(name: str) -> str:
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        is_not = "is not an IPv6 address; with slots, write it as [fd00::1]:4"
-        if ":" not in name:
-            is_not = (
-                "is neither an IPv4 address (four numbers up to 255) nor a host name (its last "
-                "part needs a letter)"
-            )
-        raise HostfileError(f"{shown(name)} {is_not}") from None
-    if "%" in name:
-        raise HostfileError(
-            f"{shown(name)} is valid on one link of this host only: write an address without %, or "
-            "the host's name"
-        )
-    return str(address)
 
 
 def count(text: str, keyword: str) -> int:

@@ -222,16 +222,6 @@ def _gloo_arguments(job: Job) -> list[str]:
     return [*options, *job.command]
 
 
-def refuse_ipv6(hosts: Sequence[Host], program: str) -> None:
-    """Raise ``UsageError`` for a host that this program would take for another."""
-    for host in hosts:
-        if ":" in host.name:
-            raise UsageError(
-                f"{host.name}: {program} accepts no IPv6 addresses: use the host's name, and add "
-                "it to DNS or /etc/hosts"
-            )
-
-
 def refuse_users(hosts: Sequence[Host], program: str) -> None:
     """Raise ``UsageError`` for a host with a user, which this program does not accept."""
     for host in hosts:

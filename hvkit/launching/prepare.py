@@ -19,7 +19,7 @@ from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
 from hvkit.host.rank_variables import without_rank_variables
 from hvkit.host.run_reports import RUN_NAME
 from hvkit.launching.hosts import Host
-from hvkit.launching.launchers import Job, Launcher, find_launcher, refuse_ipv6, refuse_users
+from hvkit.launching.launchers import Job, Launcher, find_launcher, refuse_users
 from hvkit.launching.preflight import choose_hosts
 from hvkit.launching.probe import RankCommand
 from hvkit.launching.ssh import SLURM
@@ -122,7 +122,6 @@ def prepared(
     suffice.
     """
     launcher = find_launcher(request.launcher)
-    refuse_ipv6(request.hosts, "the command line of mpirun or horovodrun")
     if request.launcher != "mpirun":
         refuse_users(request.hosts, "horovodrun")
     hosts = request.hosts or (Host("localhost", slots=request.np),)

@@ -156,7 +156,6 @@ def test_greetings_of_libraries_are_shown_to_who_wants_them(hosts, monkeypatch, 
             r"--interfaces eht0: no host has it; use one of docker0 .*, eth0 \(10\.0\.0\.0/24\)$",
         ),
         ({"interfaces": ("eht0",), "np": 2}, "--interfaces eht0: no host has it"),
-        ({"hosts": (Host("fd00::1", slots=4),)}, "fd00::1: .*use the host's name, and add it to"),
         (
             {"hosts": (Host("node1", slots=4, user="ann"),), "launcher": "gloo"},
             "ann@node1: horovodrun accepts no users: set User ann",
