@@ -119,7 +119,7 @@ def test_command_lines(tmp_path, monkeypatch, capfd):
 
 
 HOSTFILES = [
-    b"# GPUs\nnode1 slots=4 max_slots=8\nnode2 slots=4\n\n[fe80::1]:4\n10.0.0.1 slots=1\n",
+    b"# GPUs\nnode1 slots=4 max_slots=8\nnode2 slots=4\n\nroot@node-3:4\n10.0.0.1 slots=1\n",
     b"node1:4\nnode2:4 # comment\nnode-3.example.com:2\n",
 ]
 

@@ -63,7 +63,6 @@ def test_a_ready_file_means_the_same_to_mpirun(file):
 READ = (
     "# all\n\n\ta1\tslots = 2 # why\n  a2 max-slots=3 slots= 02\na3 max_slots=4#why\n"
     "u@a4 slots =1\na5 slots=2\nb_2 slots=2 max_slots=3\n10.77.1.1 slots=3\n"
-    "root@fd77::1:1 slots=2\n"
 )
 
 
