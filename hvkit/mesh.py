@@ -13,10 +13,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from hvkit import runtime
 from hvkit.argument_checks import check_count, check_one_of
@@ -120,10 +122,7 @@ class MeshPosition:
 
     def along(self, axis: Axis) -> int:
         """The rank's number along an axis, from 0."""
-        inner = AXES[AXES.index(axis) + 1 :]
-        step = math.prod(getattr(self.mesh, each) for each in inner)
-        length: int = getattr(self.mesh, axis)
-        return int(self.rank // step % length)
+        return int(np.unravel_index(self.rank, _shape(self.mesh))[AXES.index(axis)])
 
     @property
     def batch(self) -> int:
@@ -142,16 +141,18 @@ class MeshPosition:
 
 def rows(mesh: Mesh, *axes: Axis) -> list[tuple[int, ...]]:
     """All ranks of a mesh without -1, in groups whose members differ along these axes only."""
-    others = [axis for axis in AXES if axis not in axes]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for each in positions(mesh):
-        found.setdefault(tuple(each.along(axis) for axis in others), []).append(each.rank)
-    return [tuple(row) for row in found.values()]
+    shape = _shape(mesh)
+    outer, inner = ([n for n, a in enumerate(AXES) if (a in axes) is i] for i in (False, True))
+    ranks = np.arange(math.prod(shape)).reshape(shape).transpose(outer + inner)
+    return [tuple(row) for row in ranks.reshape(-1, math.prod(shape[n] for n in inner)).tolist()]
 
 
-def positions(mesh: Mesh) -> Iterator[MeshPosition]:
-    for rank in range(math.prod(getattr(mesh, axis) for axis in AXES)):
-        yield MeshPosition(mesh, rank)
+def positions(mesh: Mesh) -> list[MeshPosition]:
+    return [MeshPosition(mesh, rank) for rank in range(math.prod(_shape(mesh)))]
+
+
+def _shape(mesh: Mesh) -> tuple[int, ...]:
+    return mesh.data, mesh.shard, mesh.pipeline, mesh.tensor
 
 
 def position_in(mesh: Mesh) -> MeshPosition:

@@ -1,11 +1,10 @@
-"""How gradients and weights are compressed between ranks. One file for each method.
+"""How gradients and weights are compressed between ranks.
 
 ::
 
     compression    the base classes, and what a compression may use of the ranks
     rounding       fewer bits: fp16, bf16 and int8
-    top_k          the largest values only
-    power_sgd      low-rank factors
+    residuals      TopK: the largest values only; PowerSGD: low-rank factors
 
 A compression is a frozen dataclass. It holds the mathematics; ``ops.py`` of each port has the
 functions on tensors that it uses.
@@ -16,9 +15,8 @@ from __future__ import annotations
 from typing import Literal
 
 from hvkit.compression.compression import Compression
-from hvkit.compression.power_sgd import PowerSGD
+from hvkit.compression.residuals import PowerSGD, TopK
 from hvkit.compression.rounding import BFloat16, Float16, Int8, Rounding
-from hvkit.compression.top_k import TopK
 
 CompressionName = Literal["none", "fp16", "bf16", "int8"]
 

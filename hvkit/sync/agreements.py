@@ -65,19 +65,16 @@ class Agreements:
         self._weights = weights
         self._carry_out = carry_out
         self._compression = compression
-        # The strategy's state, by the number of a weight.
-        self._state: dict[int, State] = {}
+        # The strategy's state, by the number of a weight; empty before the first round.
+        self.state: dict[int, State] = {}
 
     def begin(self, i: int) -> None:
         """Make the state of a weight from its value, unless a checkpoint has set it."""
-        if i not in self._state:
-            self._state[i] = self._strategy.begin(self._weights.read(i))
-
-    def begun(self) -> list[int]:
-        return list(self._state)
+        if i not in self.state:
+            self.state[i] = self._strategy.begin(self._weights.read(i))
 
     def anchor(self, i: int) -> Vector | None:
-        return self._strategy.anchor(self._state[i])
+        return self._strategy.anchor(self.state[i])
 
     def moved(self, i: int) -> bool:
         """Whether a weight differs from what the ranks have last agreed on."""
@@ -87,16 +84,16 @@ class Agreements:
     def set_anchor(self, i: int, values: Vector | None = None) -> None:
         """Begin a round with values, by default the weight's, as if ranks had agreed on them."""
         values = self._weights.read(i) if values is None else values
-        self._state[i] = self._strategy.reset(values, self._state[i])
+        self.state[i] = self._strategy.reset(values, self.state[i])
 
     def set_anchors(self) -> None:
         """Begin a round with the present values of all weights."""
-        for i in self._state:
+        for i in self.state:
             self.set_anchor(i)
 
     def clear(self) -> None:
         self.pending.clear()
-        self._state.clear()
+        self.state.clear()
         if self._compression:
             self._compression.start_over()
 
@@ -108,7 +105,7 @@ class Agreements:
         No other agreement that runs at the same time may have the same name.
         """
         values = self._weights.join([self._value(i) for i in numbers])
-        states = [self._state[i] for i in numbers]
+        states = [self.state[i] for i in numbers]
         joined = {n: self._weights.join([state[n] for state in states]) for n in states[0]}
         begun = (flow or self._strategy.agree)(values, joined, self._weights.group)
         return Agreement(numbers, values, self._carry_out(self._exchanges(begun, numbers), name))
@@ -146,7 +143,7 @@ class Agreements:
         numbers = agreement.numbers
         parts = {name: self._weights.split(each, numbers) for name, each in state.items()}
         for at, i in enumerate(numbers):
-            self._state[i] = {name: each[at] for name, each in parts.items()}
+            self.state[i] = {name: each[at] for name, each in parts.items()}
         self.commit(numbers)
         return values
 
@@ -183,7 +180,7 @@ class Agreements:
         """What a checkpoint saves, the same on every rank."""
         found = {
             f"{name}.{i}": self._weights.to_numpy(vector)
-            for i, state in self._state.items()
+            for i, state in self.state.items()
             for name, vector in state.items()
         }
         if self._compression:
@@ -198,7 +195,7 @@ class Agreements:
         for key in arrays.keys() - sent.keys():
             name, _, number = key.partition(".")
             i = int(number)
-            self._state.setdefault(i, {})[name] = self._weights.from_numpy(arrays[key], i)
+            self.state.setdefault(i, {})[name] = self._weights.from_numpy(arrays[key], i)
 
     def rank_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """What a checkpoint saves for each rank: residuals and pending changes."""

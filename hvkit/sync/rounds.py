@@ -229,7 +229,7 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def _replaced(self, i: int, local: Any, agreed: Any, chosen: Any) -> Any:
         self._agreements.pending.pop(i, None)
-        if i in self._agreements.begun():
+        if i in self._agreements.state:
             self._agreements.set_anchor(i)
         return chosen
 
@@ -276,7 +276,7 @@ class RoundKeeper(LocalWeightsKeeper):
 
     def accept_set_weights(self, point: str = "fit") -> None:
         """Begin with weights that the script has set since the last agreement; a collective."""
-        self._note_set_weights(self._agreements.begun())
+        self._note_set_weights(self._agreements.state)
         numbers = sorted(self._trained), sorted(self._set_by_script)
         by_rank = collectives.gather(point, numbers, self.weights.group)
         trained, set_by_script = zip(*by_rank, strict=True)
