@@ -158,13 +158,6 @@ def _drop_output() -> None:
 
 
 _RANKS = "-np N is the number of all ranks on all hosts"
-_HOSTS = "name hosts with their ranks: -H host1:4,host2:4, or --hostfile FILE"
-_ONCE = (
-    "start `hvkit run` once, on one host: it starts the ranks on all hosts of -H or --hostfile, "
-    "where they find each other"
-)
-_SCRIPT = "the script or its framework decides that"
-
 _CORES = "leave it out: each rank gets an equal share of its host's cores"
 _PORT = "set Port for the host in ~/.ssh/config"
 _LOG_DIR = "write --log-dir DIR"
@@ -175,24 +168,20 @@ _MCA = (
 _TIME = "the time limit belongs in `hvkit manifest slurm --time`"
 _PARTITION = "the partition belongs in `hvkit manifest slurm --partition`"
 
-_OF_RANKS = (
-    *("--nproc-per-node", "--num-processes", "--num-gpus", "--nproc", "--nprocs", "--ntasks"),
-    "--world-size",
-)
+_OF_RANKS = "--nproc-per-node --num-processes --num-gpus --nproc --nprocs --ntasks --world-size"
 _OF_HOSTS = (
-    *("--nnodes", "--num-machines", "--num-nodes", "--nodes", "--host", "-host", "--hosts"),
-    *("-hosts", "--include", "-N", "-ppn", "--npernode", "--ntasks-per-node"),
-    *("--gpus-per-node", "--slots-per-host", "--map-by", "-map-by"),
+    "--nnodes --num-machines --num-nodes --nodes --host -host --hosts -hosts --include -N -ppn "
+    "--npernode --ntasks-per-node --gpus-per-node --slots-per-host --map-by -map-by"
 )
 
 # Options of horovodrun that set a variable, which Horovod reads.
 _OF_HOROVOD = (
-    *("--fusion-threshold-mb", "--cycle-time-ms", "--cache-capacity", "--torus-allreduce"),
-    *("--hierarchical-allreduce", "--hierarchical-allgather", "--autotune", "--autotune-log-file"),
-    *("--autotune-warmup-samples", "--autotune-steps-per-sample", "--timeline-mark-cycles"),
-    *("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise", "--log-level"),
-    *("--num-nccl-streams", "--thread-affinity", "--gloo-timeout-seconds"),
-    *("--mpi-threads-disable", "--log-without-timestamp"),
+    "--fusion-threshold-mb --cycle-time-ms --cache-capacity --torus-allreduce "
+    "--hierarchical-allreduce --hierarchical-allgather --autotune --autotune-log-file "
+    "--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples "
+    "--autotune-gaussian-process-noise --timeline-mark-cycles --num-nccl-streams "
+    "--thread-affinity --gloo-timeout-seconds --mpi-threads-disable --log-level "
+    "--log-without-timestamp"
 )
 # The variables that are not just the option in capitals.
 _VARIABLES = {
@@ -205,59 +194,50 @@ _VARIABLES = {
 # By advice: the options.
 _OPTIONS = {
     _RANKS: _OF_RANKS,
-    _HOSTS: _OF_HOSTS,
-    "name the file with --hostfile": ("-hostfile", "--machinefile", "-machinefile"),
-    _ONCE: (
-        *("--node-rank", "--machine-rank", "--standalone", "--master-addr", "--master-port"),
-        *("--main-process-ip", "--main-process-port", "--multi-gpu"),
-        *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
-    ),
-    "write `python -m MODULE` as COMMAND": ("-m", "--module"),
-    "leave it out: COMMAND may be any program": ("--no-python",),
-    "write --max-restarts": ("--max_restarts", "--reset-limit"),
-    "write --min-np": ("--min-num-proc",),
-    "write --min-np; new hosts are taken at a restart": (
-        *("--max-np", "--max-num-proc", "--host-discovery-script"),
-    ),
-    "leave it out: hosts that do not answer are named before ranks start": (
-        *("--start-timeout", "--elastic-timeout", "--blacklist-cooldown-range"),
-    ),
-    _SCRIPT: ("--mixed-precision", "--cpu", "--config-file"),
-    _LOG_DIR: ("--output-filename", "--tee", "--redirects", "-r", "--log_dir"),
-    f"for torchrun's --tee, {_LOG_DIR}; for srun's --time, {_TIME}": ("-t",),
-    _TIME: ("--time",),
-    _PARTITION: ("--partition",),
-    "write --prefix": ("--tag-output", "-prepend-rank", "-l"),
-    "write --timestamps": (
-        *("--timestamp-output", "-prefix-timestamp", "--prefix-output-with-timestamp"),
-    ),
-    "write --timeline FILE": ("--timeline-filename",),
-    "write --launcher gloo": ("--gloo",),
-    "leave it out: ranks use MPI unless you write --launcher gloo": ("--mpi", "--jsrun"),
-    "write --interfaces NAME": (
-        *("--network-interface", "--network-interfaces", "-iface", "--nics"),
-    ),
-    _PORT: ("--ssh-port",),
-    f"for horovodrun's --ssh-port, {_PORT}; for srun's --partition, {_PARTITION}": ("-p",),
-    "set IdentityFile for the host in ~/.ssh/config": ("--ssh-identity-file", "-i"),
-    "run `hvkit doctor`": ("--check-build", "-cb"),
-    "leave it out: hosts are checked at every start": ("--disable-cache",),
-    "write --bind cores or --bind none": ("--bind-to", "-bind-to", "--binding-args"),
-    _CORES: ("--cpus-per-task",),
-    f"for Python's, write `python -c CODE` as COMMAND; for srun's, {_CORES}": ("-c",),
+    "name hosts with their ranks: -H host1:4,host2:4, or --hostfile FILE": _OF_HOSTS,
+    "name the file with --hostfile": "-hostfile --machinefile -machinefile",
+    "start `hvkit run` once, on one host: it starts the ranks on all hosts of -H or --hostfile, "
+    "where they find each other": "--node-rank --machine-rank --standalone --master-addr "
+    "--master-port --main-process-ip --main-process-port --multi-gpu --rdzv-backend "
+    "--rdzv-endpoint --rdzv-id --rdzv-conf",
+    "write `python -m MODULE` as COMMAND": "-m --module",
+    "leave it out: COMMAND may be any program": "--no-python",
+    "write --max-restarts": "--max_restarts --reset-limit",
+    "write --min-np": "--min-num-proc",
+    "write --min-np; new hosts are taken at a restart": "--max-np --max-num-proc "
+    "--host-discovery-script",
+    "leave it out: hosts that do not answer are named before ranks start": "--start-timeout "
+    "--elastic-timeout --blacklist-cooldown-range",
+    "the script or its framework decides that": "--mixed-precision --cpu --config-file",
+    _LOG_DIR: "--output-filename --tee --redirects -r --log_dir",
+    f"for torchrun's --tee, {_LOG_DIR}; for srun's --time, {_TIME}": "-t",
+    _TIME: "--time",
+    _PARTITION: "--partition",
+    "write --prefix": "--tag-output -prepend-rank -l",
+    "write --timestamps": "--timestamp-output -prefix-timestamp --prefix-output-with-timestamp",
+    "write --timeline FILE": "--timeline-filename",
+    "write --launcher gloo": "--gloo",
+    "leave it out: ranks use MPI unless you write --launcher gloo": "--mpi --jsrun",
+    "write --interfaces NAME": "--network-interface --network-interfaces -iface --nics",
+    _PORT: "--ssh-port",
+    f"for horovodrun's --ssh-port, {_PORT}; for srun's --partition, {_PARTITION}": "-p",
+    "set IdentityFile for the host in ~/.ssh/config": "--ssh-identity-file -i",
+    "run `hvkit doctor`": "--check-build -cb",
+    "leave it out: hosts are checked at every start": "--disable-cache",
+    "write --bind cores or --bind none": "--bind-to -bind-to --binding-args",
+    _CORES: "--cpus-per-task",
+    f"for Python's, write `python -c CODE` as COMMAND; for srun's, {_CORES}": "-c",
     "print(os.sched_getaffinity(0)) in the script shows the cores of each rank": (
-        "--report-bindings",
+        "--report-bindings"
     ),
-    "write --stall SECONDS": (
-        *("--no-stall-check", "--stall-check-warning-time-seconds"),
-        "--stall-check-shutdown-time-seconds",
-    ),
-    "leave it out: more ranks than cores may start": ("--oversubscribe", "-oversubscribe"),
-    "leave it out: root may start ranks": ("--allow-run-as-root",),
-    _MCA: ("--mca", "-mca", "--prtemca"),
-    f"write the options of hvkit run that do the same; for --mca, {_MCA}": ("--mpi-args",),
-    "write -x NAME=VALUE": ("-genv", "-env", "--env", "--export"),
-    "`cd` there first": ("--wdir", "-wdir", "--chdir"),
+    "write --stall SECONDS": "--no-stall-check --stall-check-warning-time-seconds "
+    "--stall-check-shutdown-time-seconds",
+    "leave it out: more ranks than cores may start": "--oversubscribe -oversubscribe",
+    "leave it out: root may start ranks": "--allow-run-as-root",
+    _MCA: "--mca -mca --prtemca",
+    f"write the options of hvkit run that do the same; for --mca, {_MCA}": "--mpi-args",
+    "write -x NAME=VALUE": "-genv -env --env --export",
+    "`cd` there first": "--wdir -wdir --chdir",
 }
 
 _SLOTS = (
@@ -266,18 +246,18 @@ _SLOTS = (
 )
 
 
-def _by_option(options: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def _by_option(options: Mapping[str, str]) -> dict[str, str]:
     """The advice for each option, also if it is written with underscores."""
-    found = {option: advice for advice, several in options.items() for option in several}
+    found = {option: advice for advice, several in options.items() for option in several.split()}
     return {re.sub(r"(?<=\w)-", "_", option): advice for option, advice in found.items()} | found
 
 
-def _variable_for(option: str) -> str:
+def _advice_on_variable(option: str) -> str:
     variable = _VARIABLES.get(option, option[2:].upper().replace("-", "_"))
     return f"set the environment variable HOROVOD_{variable}, which ranks inherit"
 
 
-FOREIGN = _by_option({**_OPTIONS, **{_variable_for(each): (each,) for each in _OF_HOROVOD}})
+FOREIGN = _by_option(_OPTIONS | {_advice_on_variable(each): each for each in _OF_HOROVOD.split()})
 """By option, what to write after ``hvkit run`` instead."""
 
 FOREIGN_IN_MANIFESTS = _by_option({_RANKS: _OF_RANKS, _SLOTS: _OF_HOSTS})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hvkit.doctor.facts import gather
@@ -70,15 +70,13 @@ def show(report: dict[str, Any], console: Console, *, verbose: bool = False) -> 
     numbers = (counted(len(report[f"{name}s"]), name) for name in ("problem", "note"))
     result = ", ".join(re.sub("^0", "no", number) for number in numbers)
     last = "", Text(result, _PROBLEM if report["problems"] else _FINE)
+    if not console.is_terminal:  # lines stay whole, for those who paste them
+        console.width = 10**6
     for begin, text in (*lines, *found, *_last_lines(report["self_test"], room), last):
-        if begin and console.is_terminal:  # each wrapped line goes on below its text's beginning
-            grid = Table.grid()
-            grid.add_column(no_wrap=True)
-            grid.add_column(overflow="fold")
-            grid.add_row(Text(begin), text)
-            console.print(grid)
-        else:  # elsewhere lines stay whole, for those who paste them
-            console.print(Text(begin) + text, soft_wrap=not console.is_terminal)
+        # On a terminal, each wrapped line goes on below its text's beginning.
+        grid = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
+        grid.add_row(Text(begin), text)
+        console.print(grid if begin else text)
 
 
 def _findings(report: dict[str, Any]) -> Iterator[tuple[str, Text]]:
