@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -93,15 +93,63 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes = not tensors and "device" in _arguments(func)
         if func is _aten.lift_fresh.default and not deferred and tensors[0].numel():
             # torch.tensor([1.0]): on meta like all others, so that they can be used together.
-            return self._record(_aten.clone.default, args, kwargs, [], random=False, makes=False)
+            func = _aten.clone.default
         # The storage of a tensor shows what Tensor.set_ has done.
-        if not (deferred or random or makes) or func.overloadpacket is _aten.set_:
+        elif not (deferred or random or makes) or func.overloadpacket is _aten.set_:
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if random and not deferred and any(t.numel() == 0 for t in written):
             return func(*args, **kwargs)
         _refuse(func, args, kwargs, makes=makes, written=written)
-        return self._record(func, args, kwargs, written, random=random, makes=makes)
+        arguments, named = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
+        on_meta, named_on_meta = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
+        if makes or kwargs.get("device") is not None:
+            named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
+        try:
+            result = func(*on_meta, **named_on_meta)
+        except RuntimeError as error:
+            missing = isinstance(error, NotImplementedError)
+            if missing and (random or written):
+                raise ValueError(
+                    f"{_name(func)} does not work on PyTorch's meta device, so that "
+                    "hvkit.deferred_init() cannot record it: use another function, or call it "
+                    "before the block"
+                ) from error
+            if not missing and torch.Tag.data_dependent_output not in func.tags:
+                raise
+            args, kwargs = self.computed((args, kwargs), _name(func))
+            return func(*args, **kwargs)
+        # Empty tensors cost nothing, and torch.load lets them take over a storage of its file.
+        if makes and all(t.numel() == 0 for t in tensors_in(result)):
+            return func(*args, **kwargs)
+        call = Call(func, arguments, named, state=torch.get_rng_state() if random else None)
+        self._record(call, args, written, tensors_in(result))
+        return result
+
+    def _record(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        written: list[torch.Tensor],
+        returned: list[torch.Tensor],
+    ) -> None:
+        """Add a call, but for views, with what it reads and writes; it has run on meta."""
+        views = [each for each in tree_leaves((call.args, call.kwargs)) if isinstance(each, View)]
+        call.reads = frozenset(view.storage for view in views)
+        names = {call.function, cast(Any, call.function).overloadpacket}
+        if not names.isdisjoint(_FILLS):
+            call.fills, call.reads = _filled(args[0], views)
+        elif not names.isdisjoint(_DRAWN_LIKE) and views and call.args[0] is views[0]:
+            # Memory of the same shape takes its place.
+            like = replace(views[0], storage=self._storages, offset=0)
+            self._storages += 1
+            call.args, call.fills = (like, *call.args[1:]), {like.storage: like.bytes}
+            call.reads = frozenset(view.storage for view in views[1:])
+        new = self._number_new(call.function, returned)
+        call.writes = frozenset([*new, *call.fills, *map(self._storage_of, written)])
+        if call.writes:
+            call.outputs = [View.of(t, self._storage_of(t)) for t in returned]
+            self._recording.add(call)
 
     def computed(self, values: Any, operation: str) -> Any:
         """Nested values with computed tensors in place of deferred ones."""
@@ -120,60 +168,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             view = View.of(target, self._storage_of(target))
             fills, reads = _filled(target, [view])
-        writes, state = frozenset(fills), torch.get_rng_state()
-        self._recording.add(Call(func, (view, *args), kwargs, [view], reads, writes, fills, state))
-
-    def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[torch.Tensor],
-        *,
-        random: bool,
-        makes: bool,
-    ) -> Any:
-        arguments, named = tree_map_only(torch.Tensor, self._argument, (args, kwargs))
-        on_meta, named_on_meta = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
-        if makes or kwargs.get("device") is not None:
-            named, named_on_meta = {**named, "device": _CPU}, {**named_on_meta, "device": _META}
-        views = [each for each in tree_leaves((arguments, named)) if isinstance(each, View)]
-        fills, reads = dict[int, int](), frozenset(view.storage for view in views)
-        names = {func, func.overloadpacket}
-        if not names.isdisjoint(_FILLS):
-            fills, reads = _filled(args[0], views)
-        elif not names.isdisjoint(_DRAWN_LIKE) and views and arguments[0] is views[0]:
-            # Memory of the same shape takes its place.
-            like = replace(views[0], storage=self._storages, offset=0)
-            self._storages += 1
-            arguments, fills = (like, *arguments[1:]), {like.storage: like.bytes}
-            reads = frozenset(view.storage for view in views[1:])
-        try:
-            result = func(*on_meta, **named_on_meta)
-        except RuntimeError as error:
-            missing = isinstance(error, NotImplementedError)
-            if missing and (random or written):
-                raise ValueError(
-                    f"{_name(func)} does not work on PyTorch's meta device, so that "
-                    "hvkit.deferred_init() cannot record it: use another function, or call it "
-                    "before the block"
-                ) from error
-            if not missing and torch.Tag.data_dependent_output not in func.tags:
-                raise
-            args, kwargs = self.computed((args, kwargs), _name(func))
-            return func(*args, **kwargs)
-        returned = tensors_in(result)
-        # Empty tensors cost nothing, and torch.load lets them take over a storage of its file.
-        if makes and all(t.numel() == 0 for t in returned):
-            return func(*args, **kwargs)
-        new = self._number_new(func, returned)
-        writes = frozenset([*new, *fills, *(self._storage_of(t) for t in written)])
-        if not writes:
-            return result  # a view
-        outputs = [View.of(t, self._storage_of(t)) for t in returned]
-        state = torch.get_rng_state() if random else None
-        self._recording.add(Call(func, arguments, named, outputs, reads, writes, fills, state))
-        return result
+        call = Call(func, (view, *args), kwargs, torch.get_rng_state(), [view], reads)
+        call.fills, call.writes = fills, frozenset(fills)
+        self._recording.add(call)
 
     def _argument(self, tensor: torch.Tensor) -> View | ScriptTensor:
         if tensor.is_meta:

@@ -98,11 +98,12 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[View]
-    reads: frozenset[int]  # storages whose content it needs
-    writes: frozenset[int]  # storages that it changes or makes
-    fills: dict[int, int]  # a storage that it changes without a look at the content: its bytes
     state: torch.Tensor | None  # of the generator before, if it draws random numbers
+    outputs: list[View] = field(default_factory=list)
+    reads: frozenset[int] = frozenset()  # storages whose content it needs
+    writes: frozenset[int] = frozenset()  # storages that it changes or makes
+    # A storage that it changes without a look at the content: its bytes.
+    fills: dict[int, int] = field(default_factory=dict)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def repeat(self, storages: dict[int, torch.UntypedStorage]) -> None:
