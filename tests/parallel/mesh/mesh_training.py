@@ -11,6 +11,13 @@ import hvkit
 from hvkit.pipeline.gpipe import sizes_of
 
 MICROBATCHES = 4
+MESHES = {
+    "GPipe": {"mesh": hvkit.Mesh(pipeline=2)},
+    "1F1B": {"mesh": hvkit.Mesh(pipeline=2), "schedule": "1F1B"},
+    "tensor": {"mesh": hvkit.Mesh(tensor=2), "microbatches": None},
+    "shard": {"mesh": hvkit.Mesh(shard=2), "microbatches": None},
+    "none": {"mesh": None, "microbatches": None},
+}
 
 
 def adamw(model):
@@ -26,6 +33,11 @@ def of_this_rank(data, together=2):
     """This rank's part of each tensor of global batches."""
     number, count = hvkit.rank() // together, parts(together)
     return [[t[number::count] for t in batch] for batch in data]
+
+
+def data_for(mesh, data):
+    """This rank's part of global batches in one of ``MESHES``."""
+    return of_this_rank(data, 1 if mesh in ("shard", "none") else 2)
 
 
 def tokens(steps=5, rows=16, length=16):

@@ -7,13 +7,14 @@ import torch
 from cases import MORE, cases
 from mesh_models import CNN, GPT, SMALL, Encoder
 from mesh_training import (
+    MESHES,
     adamw,
     assert_equal,
+    data_for,
     difference,
     distributed,
     held_by_rank,
     images,
-    of_this_rank,
     tokens,
     train,
     vectors,
@@ -23,24 +24,12 @@ from mesh_training import (
 
 import hvkit
 
-MESHES = {
-    "GPipe": {"mesh": hvkit.Mesh(pipeline=2)},
-    "1F1B": {"mesh": hvkit.Mesh(pipeline=2), "schedule": "1F1B"},
-    "other cut": {"mesh": hvkit.Mesh(pipeline=2), "microbatches": 2, "stages": ["h.0"]},
-    "tensor": {"mesh": hvkit.Mesh(tensor=2), "microbatches": None},
-    "shard": {"mesh": hvkit.Mesh(shard=2), "microbatches": None},
-    "none": {"mesh": None, "microbatches": None},
-}
+OTHER_CUT = {"other cut": {**MESHES["GPipe"], "microbatches": 2, "stages": ["h.0"]}}
 MODELS = {
     "GPT": (functools.partial(GPT, layers=4, dropout=0.1), tokens),
     "CNN": (CNN, images),
     "encoder": (Encoder, functools.partial(vectors, shape=(5, 20))),
 }
-
-
-def data_for(mesh, data):
-    """This rank's part of global batches."""
-    return of_this_rank(data, 1 if mesh in ("shard", "none") else 2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +98,7 @@ def test_a_run_goes_on_in_another_mesh_and_in_none(folder):
     for number, mesh in enumerate(["GPipe", "none", "tensor", "other cut"]):
         steps = data[2 * number : 2 * number + 2]
         torch.manual_seed(number)
-        model, optimizer = distributed(SMALL(), **MESHES[mesh])
+        model, optimizer = distributed(SMALL(), **(MESHES | OTHER_CUT)[mesh])
         if number == 0:
             model.load_state_dict(reference.state_dict())
         checkpoint = hvkit.Checkpoint(folder, model=model, optimizer=optimizer)

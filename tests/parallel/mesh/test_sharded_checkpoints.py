@@ -10,12 +10,13 @@ import torch.distributed as dist
 from cases import MORE, cases
 from mesh_models import GPT
 from mesh_training import (
+    MESHES,
     adamw,
     assert_equal,
+    data_for,
     difference,
     distributed,
     held_by_rank,
-    of_this_rank,
     tokens,
     train,
     whole_state,
@@ -28,14 +29,6 @@ from hvkit.checkpoint import saving, store
 from hvkit.cli import main
 from hvkit.frameworks.pytorch.model_parallel.slices import Slicing
 
-PIPELINE, TENSOR, SHARD = hvkit.Mesh(pipeline=2), hvkit.Mesh(tensor=2), hvkit.Mesh(shard=2)
-MESHES = {
-    "pipeline": {"mesh": PIPELINE},
-    "1F1B": {"mesh": PIPELINE, "schedule": "1F1B"},
-    "tensor": {"mesh": TENSOR, "microbatches": None},
-    "shard": {"mesh": SHARD, "microbatches": None},
-    "none": {"mesh": None, "microbatches": None},
-}
 make_gpt = functools.partial(GPT, layers=2, dropout=0.1)
 
 
@@ -43,11 +36,6 @@ def begin(folder, name, make=make_gpt, *, sharded=True):
     model, optimizer = distributed(make(), **MESHES[name])
     parts = {"model": model, "optimizer": optimizer}
     return model, optimizer, hvkit.Checkpoint(folder, **parts, sharded=sharded)
-
-
-def data_for(name, steps):
-    """This rank's part of each batch in a mesh."""
-    return of_this_rank(tokens(steps), 1 if name in ("shard", "none") else 2)
 
 
 def states_of(model, optimizer):
@@ -78,9 +66,9 @@ def assert_same(found, expected):
     ("earlier", "later", "trained_before"),
     cases(
         [
-            ("pipeline", "tensor", 0),
-            ("pipeline", "shard", 1),
-            ("tensor", "pipeline", 1),
+            ("GPipe", "tensor", 0),
+            ("GPipe", "shard", 1),
+            ("tensor", "GPipe", 1),
             ("tensor", "none", 0),
             ("shard", "1F1B", 0),
             ("shard", "tensor", 1),
@@ -90,11 +78,11 @@ def assert_same(found, expected):
 )
 def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before, folder):
     model, optimizer, checkpoint = begin(folder, earlier)
-    train(model, optimizer, data_for(earlier, 2))
+    train(model, optimizer, data_for(earlier, tokens(2)))
     checkpoint.save(epoch=0, step=2)
     expected = states_of(model, optimizer)
     model, optimizer, checkpoint = begin(folder, later)
-    x, y = data_for(later, 1)[0]
+    x, y = data_for(later, tokens(1))[0]
     train(model, optimizer, [(x, y)] * trained_before)
     assert checkpoint.restore().step == 2
     with torch.no_grad():
@@ -103,11 +91,11 @@ def test_any_mesh_reads_what_another_has_written(earlier, later, trained_before,
     assert difference(whole_state(model), expected[0] if expected else {}) == 0.0
 
 
-@pytest.mark.parametrize("mesh", cases(["pipeline", "tensor", "shard", "none"]))
+@pytest.mark.parametrize("mesh", cases(["GPipe", "tensor", "shard", "none"]))
 def test_joined_files_are_those_of_a_checkpoint_that_is_not_sharded(mesh, folder, monkeypatch):
     monkeypatch.setattr(saving, "_LARGE", 1024)
     model, optimizer, sharded = begin(folder / "sharded", mesh, Net)
-    train(model, optimizer, data_for(mesh, 1))
+    train(model, optimizer, data_for(mesh, tokens(1)))
     sharded.save(epoch=0, step=1)
     parts = {"model": model, "optimizer": optimizer}
     expected = hvkit.Checkpoint(folder / "whole", **parts).save(epoch=0, step=1)
@@ -133,7 +121,7 @@ def test_joined_files_are_those_of_a_checkpoint_that_is_not_sharded(mesh, folder
     model, optimizer, checkpoint = begin(folder / "joined", mesh, Net, sharded=False)
     assert checkpoint.restore().step == 1
     with torch.no_grad():
-        model(data_for(mesh, 1)[0][0])  # divides it
+        model(data_for(mesh, tokens(1))[0][0])  # divides it
     assert_same(states_of(model, optimizer), states)
 
 
@@ -158,7 +146,7 @@ def sent():
 @MORE
 def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
     model, optimizer, checkpoint = begin(folder, "tensor")
-    train(model, optimizer, data_for("tensor", 1))
+    train(model, optimizer, data_for("tensor", tokens(1)))
 
     def refuse(*args, **kwargs):
         raise AssertionError("a tensor is put together")
@@ -178,8 +166,8 @@ def test_no_rank_holds_more_than_its_part(folder, monkeypatch):
 
 @MORE
 def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypatch):
-    model, optimizer, checkpoint = begin(folder, "pipeline")
-    data = data_for("pipeline", 2)
+    model, optimizer, checkpoint = begin(folder, "GPipe")
+    data = data_for("GPipe", tokens(2))
     train(model, optimizer, data[:1])
     checkpoint.save(epoch=0, step=1)
     train(model, optimizer, data[1:])
@@ -201,8 +189,8 @@ def test_a_rank_that_cannot_write_leaves_the_earlier_checkpoint(folder, monkeypa
 
 
 def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch):
-    model, optimizer, checkpoint = begin(folder / "run", "pipeline")
-    train(model, optimizer, data_for("pipeline", 1))
+    model, optimizer, checkpoint = begin(folder / "run", "GPipe")
+    train(model, optimizer, data_for("GPipe", tokens(1)))
     checkpoint.save(epoch=0, step=1)
     write = store.Manifest.write
 
@@ -225,7 +213,7 @@ def test_a_kill_at_any_moment_leaves_the_earlier_checkpoint(folder, monkeypatch)
 
 @MORE
 def test_ranks_that_do_not_agree_about_it_are_told(folder):
-    model, _, _ = begin(folder, "pipeline")
+    model, _, _ = begin(folder, "GPipe")
     checkpoint = hvkit.Checkpoint(folder, model=model, sharded=hvkit.rank() == 1)
     kind, text = error_of(functools.partial(checkpoint.save, epoch=0, step=1))
     assert kind is hvkit.RanksDisagreeError
@@ -235,8 +223,8 @@ def test_ranks_that_do_not_agree_about_it_are_told(folder):
 @MORE
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_model_that_no_rank_holds_reads_its_part(sharded, folder):
-    model, optimizer, checkpoint = begin(folder, "pipeline", sharded=sharded)
-    data = data_for("pipeline", 4)
+    model, optimizer, checkpoint = begin(folder, "GPipe", sharded=sharded)
+    data = data_for("GPipe", tokens(4))
     train(model, optimizer, data[:2])
     at = checkpoint.save(epoch=0, step=2)
     train(model, optimizer, data[2:])
@@ -247,7 +235,7 @@ def test_a_model_that_no_rank_holds_reads_its_part(sharded, folder):
         with hvkit.deferred_init():
             return make_gpt()
 
-    model, optimizer, checkpoint = begin(folder, "pipeline", make, sharded=sharded)
+    model, optimizer, checkpoint = begin(folder, "GPipe", make, sharded=sharded)
     assert checkpoint.restore().step == 2
     assert all(p.is_meta for p in model.parameters()) or not sharded
     train(model, optimizer, data[2:])
