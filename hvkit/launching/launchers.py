@@ -162,11 +162,6 @@ def _network_option(
         mca.refuse_exclusion(setting, job.environ, mpirun)
     elif mca.where_set(setting, job.environ, mpirun):
         return []
-    if six := [network for network in networks if ":" in network]:
-        raise LaunchError(
-            f"the hosts reach each other over {six[0]}, but Open MPI is built without IPv6: give "
-            "them IPv4 addresses too, or use --launcher gloo"
-        )
     return [*setting.option, ",".join(networks)]
 
 

@@ -235,12 +235,11 @@ def _daemon_networks(
     by_user: bool,
 ) -> tuple[str, ...]:
     """Networks for connections between the hosts and this one, which may be in another network."""
-    here = interfaces()
+    here = [i for i in interfaces() if i.version == 4]
     networks = _networks(used)
     if not used or (by_user and any(i.network in networks for i in here)):
         return networks
-    # Open MPI's daemons are built without IPv6.
-    towards_hosts = [i for i in here if i.address in sources and i.version == 4]
+    towards_hosts = [i for i in here if i.address in sources]
     return common_networks([*used, *towards_hosts], [*of_hosts, here])
 
 
@@ -269,7 +268,7 @@ def interfaces_between(
 def named_interfaces(
     names: Sequence[str], interfaces: Mapping[str, Sequence[Interface]]
 ) -> tuple[Interface, ...]:
-    """The interfaces of each host that the user named; IPv6 only where a host has no IPv4."""
+    """The interfaces of each host that the user named."""
     for name in names:
         if not any(_matches(name, i) for found in interfaces.values() for i in found):
             known = _listed_interfaces(i for found in interfaces.values() for i in found)
@@ -282,7 +281,7 @@ def named_interfaces(
                 f"--interfaces {','.join(names)}: {host} has none of these, it has "
                 f"{_listed_interfaces(found)}: add one of them"
             )
-        chosen += [i for i in chosen_here if i.version == 4] or chosen_here
+        chosen += chosen_here
     return tuple(chosen)
 
 
@@ -299,8 +298,6 @@ def common_networks(
     if all(any(i.network == network for i in found) for found in hosts for network in networks):
         return networks
     inner = [ipaddress.ip_network(network) for network in networks]
-    if len({network.version for network in inner}) > 1:
-        return networks
     around = inner[0]
     while not all(network.network_address in around for network in inner):
         around = around.supernet()
@@ -333,8 +330,7 @@ def _in_common_network(interfaces: Mapping[str, Sequence[Interface]]) -> tuple[I
     shared = set.intersection(*({i.network for i in found} for found in unique.values()))
     if not shared:
         return ()
-    # IPv4 first: older MPIs do not support IPv6.
-    network = min(shared, key=lambda text: (ipaddress.ip_network(text).version, text))
+    network = min(shared)
     return tuple(
         next(interface for interface in found if interface.network == network)
         for found in unique.values()

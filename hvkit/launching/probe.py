@@ -123,7 +123,7 @@ class Facts:
     hostname: str
     version: str  # of its hvkit
     cpus: int  # logical ones that this process may use; in a container at most its limit
-    interfaces: tuple[Interface, ...]
+    interfaces: tuple[Interface, ...]  # with IPv4, as launchers support no other
     problem: str | None = None  # why ranks cannot start there, with the fix
     status: int | None = None  # the exit status of the ranks' command, if that cannot start
 
@@ -137,7 +137,7 @@ class Facts:
             hostname=socket.gethostname(),
             version=hvkit.__version__,
             cpus=usable_cpus(),
-            interfaces=tuple(interfaces()),
+            interfaces=tuple(each for each in interfaces() if each.version == 4),
             problem=problem,
             status=status,
         )

@@ -117,15 +117,11 @@ def test_root_is_allowed_where_the_user_is_root(command, monkeypatch):
     assert "--allow-run-as-root" in command(OPEN_MPI, HERE)
 
 
-SIX = replace(THERE, networks=("fd00::/64",), daemon_networks=("fd00::/64",))
-
-
 @pytest.mark.parametrize(
     ("version", "job", "message"),
     [
         (MPICH, replace(HERE, hosts=(Host("a", 1, user="ann"),)), "ann@a: MPICH's mpirun accepts"),
         (MPICH, replace(THERE, interfaces=("eth0", "ens5")), "over eth0 and ens5, but MPICH takes"),
-        (OPEN_MPI, SIX, "over fd00::/64, but Open MPI is built without IPv6"),
     ],
 )
 def test_jobs_that_an_mpi_cannot_start_are_refused(command, version, job, message):
