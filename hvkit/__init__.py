@@ -1,7 +1,6 @@
 """hvkit puts a PyTorch, Keras or JAX training script on Horovod's ring-allreduce with one call.
 
-Importing hvkit is cheap: each public name is resolved on first use. The strategies are those that
-``hvkit.strategies`` exports.
+Importing hvkit is cheap: each public name is resolved on first use.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ _NAMES_BY_MODULE = {
     "communication.collectives": "barrier broadcast",
     "communication.metrics": "EarlyStopping any_rank average",
     "communication.tensors": "allgather mean",
-    "transport.traffic": "traffic",
     "compression": "PowerSGD TopK",
     "data.shard": "shard",
     "errors": (
@@ -75,32 +73,22 @@ _NAMES_BY_MODULE = {
     "models": "average_buffers reduce_gradients settled",
     "monitor": "Monitor",
     "runtime": "init local_rank local_size rank size",
+    "strategies": (
+        "Centralized DeMo DiLoCo ElasticAveraging FullyShard Gossip LocalSGD ParameterServer "
+        "ShardedOptimizer Synchronous"
+    ),
+    "transport.traffic": "traffic",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return _public_names()
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    # Modules have small letters: looking for one must not import NumPy.
-    elif name[:1].isupper() and name in (found := _strategies()):
-        value = found[name]
-    else:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*_public_names(), *(name for name in globals() if name.startswith("__"))])
-
-
-def _public_names() -> list[str]:
-    return sorted([*_MODULE_OF, *_strategies()])
-
-
-def _strategies() -> dict[str, Any]:
-    strategies = import_module(f"{__name__}.strategies")
-    return dict(strategies.strategy.strategies_in(strategies))
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -22,7 +22,7 @@ import numpy as np
 
 from hvkit import runtime
 from hvkit.argument_checks import check_count, check_one_of
-from hvkit.communication.collectives import raise_together, require_equal
+from hvkit.communication.collectives import require_equal, together
 from hvkit.errors import LaunchError
 from hvkit.runtime import Group
 from hvkit.transport.engines import Engine, ProcessSet
@@ -256,14 +256,13 @@ def divide(rows: Sequence[Sequence[int]], framework: str) -> Group:
     """
     allow_groups()
     runtime.init(framework)
-    problem = None
-    if os.environ.get(_GROUPS_VARIABLE) != "1":
-        problem = LaunchError(
-            "groups of ranks need a Horovod that was started for them: make the hvkit.Mesh before "
-            "the first call of hvkit.init(), hvkit.rank() and the like, on every rank, or set "
-            f"{_GROUPS_VARIABLE}=1 in the environment of all ranks"
-        )
-    raise_together(problem, "distribute")
+    with together():
+        if os.environ.get(_GROUPS_VARIABLE) != "1":
+            raise LaunchError(
+                "groups of ranks need a Horovod that was started for them: make the hvkit.Mesh "
+                "before the first call of hvkit.init(), hvkit.rank() and the like, on every rank, "
+                f"or set {_GROUPS_VARIABLE}=1 in the environment of all ranks"
+            )
     require_equal("division into groups", [str([*row]) for row in rows], "pass the same rows")
     engine, rank = runtime.engine(framework), runtime.rank()
     with waiting_for_all_ranks():  # Horovod on each rank must know all of them

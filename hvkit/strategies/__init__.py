@@ -12,8 +12,8 @@
 
 A strategy is a frozen dataclass, on vectors that may be PyTorch's or NumPy's;
 ``hvkit.sync.rounds`` calls it at the right step, and checkpoints save its state. To add one that
-agrees on weights, write a subclass of ``Rounds``, and import it below: that also makes it
-``hvkit.NAME``, and a value of the recipes' ``--strategy``.
+agrees on weights, write a subclass of ``Rounds``, import it below, and name it in
+``hvkit/__init__.py``. That also makes it a value of the recipes' ``--strategy``.
 """
 
 from hvkit.strategies.decoupled_momentum import DeMo as DeMo

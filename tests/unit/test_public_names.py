@@ -7,11 +7,13 @@ from cases import MORE
 from scripts import run_script
 
 import hvkit
+from hvkit import strategies
+from hvkit.strategies.strategy import strategies_in
 
 
 def test_the_public_names_are_these_and_no_others():
     assert {name for name in dir(hvkit) if not name.startswith("_")} == set(hvkit.__all__)
-    assert {"distribute", "DiLoCo", "shard"} <= set(hvkit.__all__)
+    assert {"distribute", "shard", *strategies_in(strategies)} <= set(hvkit.__all__)
     with pytest.raises(AttributeError, match="module 'hvkit' has no attribute 'allgahter'"):
         hvkit.allgahter  # noqa: B018
 
