@@ -46,9 +46,9 @@ from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
 from hvkit.frameworks.pytorch.wire import Wire
-from hvkit.runtime import Group
 from hvkit.sync import fingerprints
 from hvkit.sync.fingerprints import WIDTH, Compared, Rows, warn_of_unlike
+from hvkit.sync.port import Options
 from hvkit.watch.rank_errors import mark_as_shown_by
 
 _CHANGED = (
@@ -96,23 +96,20 @@ class Disagreement:
 class Checks:
     """Compares the ranks while they train one model.
 
-    They compare weights every so many optimizer steps; None is after 1, 2, 4, ... If the
-    fingerprints of buffers that ``learnt`` returns differ, rank 0 warns.
+    If the fingerprints of buffers that ``learnt`` returns differ, rank 0 warns.
     """
 
     def __init__(
         self,
         names: Mapping[str, torch.Tensor],
         optimizers: Sequence[Optimizer],
-        every: int | None,
-        accumulate: int,
+        options: Options,
         name: str,
         learnt: Callable[[], Fingerprints],
-        group: Group,
     ) -> None:
-        self.group, self.name, self.accumulate = group, name, accumulate
-        self._wire = Wire("checks", group)
-        self._every = every
+        self.group, self.name, self.accumulate = options.group, name, options.accumulate
+        self._wire = Wire("checks", self.group)
+        self._every = options.check_every
         # Both lists grow. Parameters are in the same order on every rank.
         self.parameters: list[nn.Parameter] = []
         self.optimizers: list[Optimizer] = []
@@ -127,6 +124,7 @@ class Checks:
         self._looked_at_gradients = False
         self._compared: list[Compared] = []
         self.losses = LossCounts()
+        self.changes = ChangedGradients(self.parameters)
 
     @property
     def due(self) -> bool:
@@ -148,8 +146,9 @@ class Checks:
         rows = fingerprints_of(list(tensors.values()))
         return fingerprints.require_same(call, compared, rows, self.group)
 
-    def require_same_gradients(self, used: Mapping[int, Rows]) -> None:
+    def require_same_gradients(self) -> None:
         """Raise on every rank unless all ranks' steps used the same gradients; a collective."""
+        used = self.changes.used
         text = "the gradient of {label} is None on rank {lacks}, but not on rank {has}; "
         self._require_on_all(used.keys(), text + _CHANGED)
         compared = [
@@ -167,14 +166,6 @@ class Checks:
             "parameters on every rank (to choose them at random, use a generator with the same "
             "seed on all ranks)",
             call,
-        )
-
-    def require_same_formats(self, channels_last: Set[int]) -> None:
-        """Raise on every rank unless all hold weights in the same memory format; a collective."""
-        self._require_on_all(
-            channels_last,
-            "{label} is in torch.channels_last on rank {has} but not on rank {lacks}: call "
-            "model.to(memory_format=...) in the same way on every rank",
         )
 
     def _require_on_all(self, indices: Set[int], text: str, call: str = "backward()") -> None:
@@ -218,7 +209,6 @@ class Checks:
         found: Disagreement,
         channels_last: Set[int],
         hooks: Sequence[str],
-        used: Mapping[int, Rows],
         drop: Callable[[], None],
     ) -> None:
         """Raise on every rank if the report on a step shows that ranks disagree; then a collective.
@@ -228,7 +218,11 @@ class Checks:
         if found.frozen and not found.steps:
             self.require_same_parameters()
         if found.checksums and not found.steps:
-            self.require_same_formats(channels_last)
+            self._require_on_all(
+                channels_last,
+                "{label} is in torch.channels_last on rank {has} but not on rank {lacks}: call "
+                "model.to(memory_format=...) in the same way on every rank",
+            )
         try:
             if found.steps:
                 raise RanksDisagreeError(
@@ -238,7 +232,7 @@ class Checks:
             if found.checksums:
                 self.require_same_rates(self.optimizers)
                 self.require_hooks_on_all_ranks(hooks)
-                self.require_same_gradients(used)
+                self.require_same_gradients()
             if found.changes.early:
                 text = _CHANGED_EARLY.format(accumulate=self.accumulate)
                 raise mark_as_shown_by(ValueError(text), self.group.first)

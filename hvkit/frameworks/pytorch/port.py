@@ -223,8 +223,7 @@ class PyTorchPort:
         """Keep the parameters in step, by hooks or by the caller's calls of the reducer."""
         options, group = self.options, self.options.group
         learnt = functools.partial(buffers.compared_of, self.models)
-        every, accumulate = options.check_every, options.accumulate
-        checks = Checks(self.parameters, self.optimizers, every, accumulate, name, learnt, group)
+        checks = Checks(self.parameters, self.optimizers, options, name, learnt)
         keeper: GradientReducer | RoundKeeper | ServerKeeper
         if isinstance(strategy := options.strategy, Rounds | ParameterServer):
             weights = ParameterVectors(self.parameters.values(), checks, statistics)
@@ -234,8 +233,10 @@ class PyTorchPort:
                 keeper = ServerKeeper(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
-            nonfinite, compression = self._nonfinite(), options.compression
-            reduction = Reduction(checks, strategy, compression, statistics, nonfinite)
+            # In a mesh, ``NonFiniteInMesh`` looks at the gradients of all ranks.
+            action = "ignore" if options.mesh else options.on_nonfinite
+            nonfinite = None if action == "ignore" else NonFinite(action, self.model, checks)
+            reduction = Reduction(checks, strategy, options.compression, statistics, nonfinite)
             parameters = self.parameters.values()
             layers = refusals.sparse_layers(self.model).values()
             sparse = {each.weight for each in layers} & set(parameters)
@@ -252,10 +253,6 @@ class PyTorchPort:
             else:
                 keeper.watch(SteppedOptimizer(stepping, around, weights), adopt)
         return keeper.keeper if isinstance(keeper, GradientReducer) else keeper
-
-    def _nonfinite(self) -> NonFinite | None:
-        action = self.options.on_nonfinite
-        return None if action == "ignore" else NonFinite(action, self.model, self.options.group)
 
     def _synchronise_batch_norm(self) -> None:
         group, strategy = self.options.group, self.options.strategy

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -89,7 +91,8 @@ def test_a_rate_on_the_gpu_of_one_rank_is_compared(monkeypatch, there):
 
     monkeypatch.setattr(checks, "Wire", lambda *_: None)
     monkeypatch.setattr(checks.collectives, "gather", gather)
-    compared = checks.Checks({}, [], None, 1, "model", lambda: ([], []), Group(0, (0, 1)))
+    options = SimpleNamespace(group=Group(0, (0, 1)), accumulate=1, check_every=None)
+    compared = checks.Checks({}, [], options, "model", lambda: ([], []))
     assert len({checksum_of_rates([each]) for each in ranks}) == 2
     with pytest.raises(
         RanksDisagreeError, match=r"SGD is 0\.5 on rank 0 but 0\.0(1|09)\d* on rank 1"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,10 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, *, halved: bool) -> None:
         self._halved = halved
         self._random = torch.Generator().manual_seed(0)
-        models = [list(_examples(group["params"])) for group in optimizer.param_groups]
+        models = []
+        for group in optimizer.param_groups:
+            examples = {(p.dtype, p.dim(), p.device): p for p in group["params"]}
+            models.append([p for p in examples.values() for _ in range(_RANKS)])
         values = [[self._like(p) for p in group] for group in models]
         self._whole = copied(optimizer, models, values)
         self._ranks = [
@@ -155,13 +158,6 @@ class _Trial:
                     if of_numbers and not _equal(value, group.get(key)):
                         return key
         return None
-
-
-def _examples(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """As many parameters of each dtype and number of dimensions as there are ranks in a trial."""
-    examples = {(p.dtype, p.dim(), p.device): p for p in parameters}
-    for p in examples.values():
-        yield from [p] * _RANKS
 
 
 def copied(

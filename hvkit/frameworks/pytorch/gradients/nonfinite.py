@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch.optim import Optimizer
 
 from hvkit.communication import collectives
 from hvkit.frameworks.pytorch.buffers import LastStatistics
+from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket
 from hvkit.frameworks.pytorch.optimizers import parameters_of, refuse_grad_scaler
 from hvkit.frameworks.pytorch.step_hooks import Feature, HiddenGradients, Order, UpdateHooks
 from hvkit.log import logger
-from hvkit.runtime import Group
 from hvkit.sync.port import describe_nonfinite, skipped_steps
 from hvkit.watch.calls import of_run
 from hvkit.watch.rank_errors import mark_as_shown_by
@@ -37,9 +37,9 @@ _all: weakref.WeakSet[NonFinite] = weakref.WeakSet()
 class NonFinite:
     """Finds a rank's gradients of one model that are not finite; skips the step or stops."""
 
-    def __init__(self, action: str, model: torch.nn.Module, group: Group) -> None:
+    def __init__(self, action: str, model: torch.nn.Module, checks: Checks) -> None:
         self._action = action
-        self._group = group
+        self._checks, self._group = checks, checks.group
         self._model = type(model).__name__
         # Statistics of batch norm must survive a step that is skipped.
         self._statistics = LastStatistics(model) if action == "skip" else None
@@ -69,15 +69,14 @@ class NonFinite:
             pairs = zip(indices, views, strict=True)
             self._found.update(i for i, view in pairs if not torch.isfinite(view).all())
 
-    def look_at_rows(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """Look at this rank's row-sparse gradients, which are in no bucket."""
-        for i, p in parameters.items():
-            assert p.grad is not None
-            if not torch.isfinite(p.grad._values()).all():
+    def found(self, sparse: Set[int]) -> bool:
+        """Whether this rank has any, before the means; row-sparse gradients are in no bucket."""
+        parameters = self._checks.parameters
+        for i in sparse:
+            gradient = parameters[i].grad
+            assert gradient is not None
+            if not torch.isfinite(gradient._values()).all():
                 self._found.add(i)
-
-    def found(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether this rank has any among the gradients of these parameters, before the means."""
         for indices, largest in self._unread:
             finite = torch.isfinite(largest).tolist()
             self._found.update(i for i, fine in zip(indices, finite, strict=True) if not fine)
@@ -92,13 +91,7 @@ class NonFinite:
         before, version = self._spoilt[i]
         return before() is gradient and gradient._version <= version + 1
 
-    def end(
-        self,
-        on_any_rank: bool,
-        step: int,
-        parameters: Sequence[torch.nn.Parameter],
-        label: Callable[[int], str],
-    ) -> None:
+    def end(self, on_any_rank: bool) -> None:
         """End a reduction: skip the step, counted in the run, or stop; then a collective."""
         self._skips = on_any_rank
         if not on_any_rank:
@@ -109,11 +102,12 @@ class NonFinite:
             return
         self._found.clear()
         by_rank = collectives.gather("backward()", self._new, self._group)
+        label, parameters = self._checks.label, self._checks.parameters
         named = [[label(i).removeprefix("parameter ") for i in indices] for indices in by_rank]
         of_model = f" of {self._model}" if len({each._model for each in _all}) > 1 else ""
         what = describe_nonfinite(named, self._group.members)
         if what or not self._text:
-            self._text = f"step {of_run(step)}{of_model}: {what or _LEFT}"
+            self._text = f"step {of_run(self._checks.steps + 1)}{of_model}: {what or _LEFT}"
         if self._statistics is None:
             raise mark_as_shown_by(FloatingPointError(f"in {self._text}"), self._group.first)
         self._statistics.put_back()

@@ -243,7 +243,7 @@ class GradientReducer:
             self._unused.update(range(self._optimizers_watched))
             self._step_counted = False
             if nonfinite := self._reduction.nonfinite:
-                nonfinite.end(found, self.step, self._checks.parameters, self._checks.label)
+                nonfinite.end(found)
 
 
 def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:

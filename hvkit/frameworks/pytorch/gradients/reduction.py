@@ -22,13 +22,7 @@ from hvkit.compression import Compression
 from hvkit.errors import RanksDisagreeError
 from hvkit.frameworks.pytorch import ops
 from hvkit.frameworks.pytorch.buffers import RunningStatistics
-from hvkit.frameworks.pytorch.checks import (
-    NO_CHANGES,
-    ChangedGradients,
-    Changes,
-    Checks,
-    Disagreement,
-)
+from hvkit.frameworks.pytorch.checks import NO_CHANGES, Changes, Checks, Disagreement
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout, Layouts, StepReport
 from hvkit.frameworks.pytorch.gradients.buckets import Bucket, average_rows
 from hvkit.frameworks.pytorch.gradients.nonfinite import NonFinite
@@ -135,6 +129,7 @@ class Reduction:
         nonfinite: NonFinite | None,
     ) -> None:
         self.checks, self._parameters = checks, checks.parameters
+        self.changes = checks.changes
         self.strategy, self.compression = strategy, compression
         self.nonfinite, self._statistics = nonfinite, statistics
         # Names the script's hooks for which each pass is averaged.
@@ -145,7 +140,6 @@ class Reduction:
         length = statistics.length if statistics else 0
         self.layouts = Layouts(checks.name, self._parameters, self.state, length)
         self._report = ReportVector(0)
-        self.changes = ChangedGradients(self._parameters)
         # Buckets that were sent before one of their gradients changed.
         self.outdated: set[Bucket] = set()
         # Indices of the parameters to which the last reduction has given means.
@@ -182,10 +176,7 @@ class Reduction:
 
     def _encoded_report(self) -> NDArray[np.float32]:
         report, checks = self.layouts.report(self.outdated), self.checks
-        found = False
-        if self.nonfinite:
-            self.nonfinite.look_at_rows({i: self._parameters[i] for i in report.sparse})
-            found = self.nonfinite.found(self._parameters)
+        found = self.nonfinite is not None and self.nonfinite.found(report.sparse)
         checksum = checksum_of_rates(checks.optimizers) ^ self.changes.checksum()
         checksum ^= self.layouts.current.checksum ^ bool(self.hooks_of_passes())
         changes, shapes = self.changes.report(), checks.losses.checksum()
@@ -239,7 +230,7 @@ class Reduction:
         layout = self.layouts.current
         report, found = self._report.decode(layout.report.values.numpy(), self._wire.size)
         hooks = self.hooks_of_passes() if found.checksums else []
-        self.checks.refuse(found, layout.channels_last, hooks, self.changes.used, self._drop)
+        self.checks.refuse(found, layout.channels_last, hooks, self._drop)
         if found.shapes:
             self.checks.compare_losses()
         self.changes.reported(found.changes, self.checks.steps)

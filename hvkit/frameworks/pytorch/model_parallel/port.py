@@ -186,9 +186,6 @@ class MeshPort(PyTorchPort):
         names = [name for name, _ in self.model.named_parameters()]
         return MeshKeeper(strategy, compression, self.mesh, names)
 
-    def _nonfinite(self) -> None:
-        """Do nothing: ``NonFiniteInMesh`` looks at the gradients of all ranks."""
-
     def _train_part(
         self,
         hooks: dict[Optimizer, UpdateHooks],
