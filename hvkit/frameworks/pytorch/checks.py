@@ -113,6 +113,7 @@ class Checks:
         # Both lists grow. Parameters are in the same order on every rank.
         self.parameters: list[nn.Parameter] = []
         self.optimizers: list[Optimizer] = []
+        self.index_of: dict[torch.Tensor, int] = {}  # in the list of parameters
         self._labels = {parameter: f"parameter {name}" for name, parameter in names.items()}
         # Compared before the first update.
         self._with_state = list(optimizers)
@@ -130,6 +131,12 @@ class Checks:
     def due(self) -> bool:
         """Whether ranks exchange fingerprints along with the next average."""
         return self.steps >= self._next
+
+    def add(self, parameter: nn.Parameter) -> int:
+        """Compare a further parameter from now on; return its index."""
+        index = self.index_of[parameter] = len(self.parameters)
+        self.parameters.append(parameter)
+        return index
 
     def label(self, i: int) -> str:
         return label_of(self._labels, i, self.parameters[i])

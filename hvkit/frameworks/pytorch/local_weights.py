@@ -42,20 +42,18 @@ class ParameterVectors(Weights):
         self._statistics = statistics
         self.group = checks.group
         self._wire = wire.Wire("weights", self.group)
-        self._number: dict[torch.Tensor, int] = {}
         self.in_order: list[nn.Parameter] = checks.parameters
         self.add(parameters)
 
     def add(self, weights: Iterable[nn.Parameter]) -> None:
         for p in weights:
-            self._number[p] = len(self.in_order)
-            self.in_order.append(p)
+            self.checks.add(p)
 
     def __contains__(self, weight: torch.Tensor) -> bool:
-        return weight in self._number
+        return weight in self.checks.index_of
 
     def number(self, parameter: torch.Tensor) -> int:
-        return self._number[parameter]
+        return self.checks.index_of[parameter]
 
     def label(self, i: int) -> str:
         return self.checks.label(i)

@@ -70,13 +70,11 @@ class GradientHooks:
         # By parameter: the hook's handle, and the bucket that the hook counts for.
         self._hooks: dict[int, RemovableHandle] = {}
         self._hooked: dict[int, Bucket | None] = {}
-        self._index_of: dict[torch.Tensor, int] = {}
         # The bucket to send with the next gradient, when all hooks of its last have run.
         self._full: Bucket | None = None
 
     def add(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Count the gradients of a parameter."""
-        self._index_of[parameter] = index
         self._hooked[index] = None
         # PyTorch takes the hook only while a gradient is required, and keeps it when that changes.
         trained = parameter.requires_grad
@@ -150,7 +148,7 @@ class GradientHooks:
             if pass_id != hooks.running:
                 hooks._begin(pass_id)
                 layout = hooks._reduction.layouts.current
-                bucket = layout.bucket_of.get(hooks._index_of[parameter])
+                bucket = layout.bucket_of.get(hooks._reduction.checks.index_of[parameter])
             elif hooks._full is not None:
                 hooks._send_full()
             if bucket is not None:

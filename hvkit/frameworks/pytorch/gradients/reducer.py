@@ -60,7 +60,6 @@ class GradientReducer:
         self._changes, self._state = reduction.changes, reduction.state
         self._follows_passes = follows_passes
         self.name = self._checks.name
-        self._index_of: dict[torch.Tensor, int] = {}
         self.keeper: CompressionKeeper | None = None
         if self._state and self._state.compression.keeps_state:
             parameters_now, states = self._checks.parameters, {"": self._state}  # which grow
@@ -78,13 +77,13 @@ class GradientReducer:
         self._unused: set[int] = set()
         self._hooks = GradientHooks(reduction, self.begin_pass, _end_pass_of_all_models)
         self.script_hooks = ScriptHooks(
-            lambda p: self._checks.label(self._index_of[p]), self._why_hooks_do_not_wait
+            lambda p: self._checks.label(self._checks.index_of[p]), self._why_hooks_do_not_wait
         )
         reduction.hooks_of_passes = self._hooks_of_passes
         _reducers[next(_reducer_ids)] = self
         self._checks.losses.look(wanted=True)
         self.add(parameters)
-        reduction.layouts.sparse = {self._index_of[p] for p in row_sparse}
+        reduction.layouts.sparse = {self._checks.index_of[p] for p in row_sparse}
 
     @property
     def step(self) -> int:
@@ -92,7 +91,7 @@ class GradientReducer:
         return self._checks.steps + 1
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._index_of
+        return parameter in self._checks.index_of
 
     def weigh(
         self, rank_weight: Callable[[], float], correction: Callable[[], float] = lambda: 1.0
@@ -109,8 +108,7 @@ class GradientReducer:
     def add(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Average the gradients of more parameters; the same ones on every rank."""
         for p in parameters:
-            i = self._index_of[p] = len(self._checks.parameters)
-            self._checks.parameters.append(p)
+            i = self._checks.add(p)
             self.script_hooks.add([p])
             if self._follows_passes and (p.is_floating_point() or p.is_complex()):
                 self._hooks.add(i, p)
@@ -143,9 +141,8 @@ class GradientReducer:
         def gradients(optimizer: Optimizer) -> None:
             average(f"{type(optimizer).__name__}.step()")
             self._unused.discard(optimizer_index)
-            updated = parameters_of(*optimizers)
-            indices = (self._index_of[p] for p in updated if p in self._index_of)
-            self._changes.use(optimizer_index, indices)
+            indices = map(self._checks.index_of.get, parameters_of(*optimizers))
+            self._changes.use(optimizer_index, [i for i in indices if i is not None])
 
         def renewed() -> bool:
             return self._window.waiting or optimizer_index in self._unused
@@ -249,7 +246,7 @@ class GradientReducer:
 def reducers_of(parameters: Iterable[torch.Tensor]) -> list[GradientReducer]:
     """The reducers that average gradients of these parameters, in the same order on every rank."""
     wanted = set(parameters)
-    return [each for each in _in_order() if not wanted.isdisjoint(each._index_of)]
+    return [each for each in _in_order() if not wanted.isdisjoint(each._checks.index_of)]
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
