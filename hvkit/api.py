@@ -32,7 +32,7 @@ from hvkit.sync.port import (
     BATCH_NORMS,
     NONFINITE_ACTIONS,
     BatchNorm,
-    Keeper,
+    Sync,
     OnNonfinite,
     Options,
     Port,
@@ -186,18 +186,18 @@ def distribute(
         paced = not isinstance(strategy, ParameterServer)
         position = options.mesh.position if options.mesh else None
         monitor.attach(models, optimizers, equal_steps=paced, position=position)
-    keeper: Keeper | None = None
+    sync: Sync | None = None
     records = [] if pytrees else [(each, Record()) for each in optimizers]
     if group.size > 1:
         rates = _synchronise(port, options, multiplier, group)
-        records, keeper = port.keep_in_step()
+        records, sync = port.keep_in_step()
         if group.rank == 0:
             said = describe(rates, lr_scaling, batches)
             if pytrees:  # an optimizer of Optax shows no rate
-                said = f"{strategy}" if keeper else "they share each global batch"
+                said = f"{strategy}" if sync else "they share each global batch"
             logger.info(f"{group.size} ranks; {said}")
     # A pytree cannot be looked up. Models of JAX with local weights are none.
-    remember([] if pytrees and keeper is None else models, records, keeper, group)
+    remember([] if pytrees and sync is None else models, records, sync, group)
     if pytrees:  # new objects
         of_jax: Any = port
         return of_jax.model, of_jax.optimizer

@@ -11,7 +11,7 @@ from typing import Any
 from hvkit.communication.collectives import raise_together
 from hvkit.registry import JAX, KERAS_ON_PYTORCH, framework_of, keras_framework
 from hvkit.runtime import size
-from hvkit.sync.port import Record, keepers_of, record_of, refuse_groups
+from hvkit.sync.port import Record, syncs_of, record_of, refuse_groups
 from hvkit.watch.calls import call_within, named
 
 
@@ -55,8 +55,8 @@ def settled(*things: Any) -> Iterator[None]:
                 if framework is JAX:
                     _require_module(thing)
                 if framework is not None:
-                    for keeper in keepers_of(thing):
-                        stack.enter_context(keeper.settled())
+                    for sync in syncs_of(thing):
+                        stack.enter_context(sync.settled())
                 elif _record(thing) is None:
                     raise TypeError(
                         "hvkit.settled takes models and optimizers that were passed to "

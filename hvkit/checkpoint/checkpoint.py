@@ -20,7 +20,7 @@ from hvkit.checkpoint.saved_object import (
 from hvkit.checkpoint.saving import Writer
 from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
-from hvkit.communication.collectives import require_equal, share
+from hvkit.communication.collectives import require_equal, gather_or_raise
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.fingerprints import require_same, warn_of_unlike
@@ -211,24 +211,24 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
-        leaving = any(share(_SAVE, problem, PREEMPTION.requested))
+        leaving = any(gather_or_raise(_SAVE, problem, PREEMPTION.requested))
         require_equal("checkpoint", facts, _SAME, _SAVE)
         self._replicas.open(_SAVE)
         for each in of_strategies:
-            each.keeper.wait_for_agreements()
+            each.sync.wait_for_agreements()
         parts = [*self.parts, *of_strategies]
         try:
-            with all_of(each.keeper.unsettled() for each in of_strategies):
+            with all_of(each.sync.unsettled() for each in of_strategies):
                 local, digests = rank_states(parts, self._fit_state.epoch_random if batches else {})
             compared = named_fingerprints((part.name, *part.compared()) for part in parts)
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
             problem = error
-        share(_SAVE, problem, None)
+        gather_or_raise(_SAVE, problem, None)
         require_same(_SAVE, *compared)
         warn_of_unlike(_SAVE, *may_differ)
         local = unlike_rank_0(local, digests)
-        with all_of(each.keeper.settled() for each in of_strategies):
+        with all_of(each.sync.settled() for each in of_strategies):
             if self.sharded:
                 self._writer.save_sharded(_SAVE, manifest, parts, local)
             else:
@@ -280,8 +280,8 @@ class Checkpoint:
         """
         wanted = every is not None and step % check_count("every", every) == 0
         if self._equal_steps is None:
-            keepers = [each.keeper for each in parts_of_strategies(self.parts)]
-            self._equal_steps = all(keeper.equal_steps for keeper in keepers)
+            syncs = [each.sync for each in parts_of_strategies(self.parts)]
+            self._equal_steps = all(sync.equal_steps for sync in syncs)
         if self._equal_steps:  # so the ranks can leave at the end of one
             PREEMPTION.handle_sigterm()
             wanted |= PREEMPTION.at_last_step()
@@ -306,7 +306,7 @@ class Checkpoint:
             self._writer.wait()
         except Exception as error:
             problem = error
-        share("Checkpoint.wait", problem, None)
+        gather_or_raise("Checkpoint.wait", problem, None)
 
     @named("Checkpoint.restore")
     def restore(self) -> Progress:

@@ -14,7 +14,7 @@ from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates, parts_of
-from hvkit.sync.port import keepers_of, skipped_steps
+from hvkit.sync.port import syncs_of, skipped_steps
 from hvkit.watch.preemption import PREEMPTION
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 self._carried = 0
         self._trained = 0
         self._saved = self._step()
-        self._together = all(keeper.equal_steps for keeper in keepers_of(self.model))
+        self._together = all(sync.equal_steps for sync in syncs_of(self.model))
         if self._together:
             PREEMPTION.handle_sigterm()
 
@@ -118,7 +118,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._train_again()
         step = self._step()
         # Unequal, for example, with ``shard(dynamic=True)``.
-        if not all(keeper.equal_steps for keeper in keepers_of(self.model)):
+        if not all(sync.equal_steps for sync in syncs_of(self.model)):
             step = max(collectives.gather("Model.fit", step))
         with contextlib.ExitStack() as stack:
             for swap in self.swaps:

@@ -70,7 +70,7 @@ def find(directory: Path, replicas: Replicas, call: str) -> tuple[FoundCheckpoin
     except Exception as error:  # any error: the other ranks must not wait for this one
         problem = error
     offers.sort(key=_order, reverse=True)
-    by_rank = collectives.share(call, problem, skipped)
+    by_rank = collectives.gather_or_raise(call, problem, skipped)
     # Hosts that share a directory skip the same checkpoints: log each once.
     of_all = {key: rest for of_rank in by_rank[::-1] for key, *rest in of_rank}
     for name, reason in of_all.values():
@@ -166,7 +166,7 @@ def _damage(found: FoundCheckpoint, call: str) -> str:
         except OSError as error:
             reason = error.strerror or str(error)
             problem = error if found.rank == 0 and not found.in_memory else None
-    return collectives.share(call, problem, reason)[found.rank]
+    return collectives.gather_or_raise(call, problem, reason)[found.rank]
 
 
 def _holds(directory: Path, offers: list[FoundCheckpoint], found: FoundCheckpoint) -> bool:
@@ -265,7 +265,7 @@ def copied_to(
                         "cannot write %s into %s: %s; the run resumes from it all the same",
                         *(found, directory, error.strerror or error),
                     )
-        collectives.share(call, unreadable, None)
+        collectives.gather_or_raise(call, unreadable, None)
 
 
 def _pieces(found: FoundCheckpoint, received: Collection[str]) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from hvkit.log import logger
 from hvkit.monitor.monitor import Monitor
 from hvkit.random_states import Arrays
 from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
-from hvkit.sync.port import Keeper, Sharded, ShardedKeeper, keepers_of
+from hvkit.sync.port import Sync, Sharded, ShardedSync, syncs_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")
@@ -138,11 +138,11 @@ class StrategyPart(Part):
     suffix = ".npz"
     optional = True
 
-    def __init__(self, model: str, keeper: Keeper, sharded: ShardedKeeper | None) -> None:
-        super().__init__(f"{model}-strategy", keeper)
-        self.keeper = keeper
+    def __init__(self, model: str, sync: Sync, sharded: ShardedSync | None) -> None:
+        super().__init__(f"{model}-strategy", sync)
+        self.sync = sync
         self._sharded = sharded
-        self._identity = {name: repr(getattr(keeper, name)) for name in ("strategy", "compression")}
+        self._identity = {name: repr(getattr(sync, name)) for name in ("strategy", "compression")}
         self.in_round = True
         """Whether ``load`` continues the saved round, with each rank's local weights."""
 
@@ -155,10 +155,10 @@ class StrategyPart(Part):
         return self._sharded.gathered() if self._sharded else nullcontext()
 
     def rank_state(self) -> Arrays:
-        return {f"{NOT_IN_FILE}{n}": array for n, array in self.keeper.rank_state().items()}
+        return {f"{NOT_IN_FILE}{n}": array for n, array in self.sync.rank_state().items()}
 
     def load_rank_state(self, arrays: Arrays) -> None:
-        self.keeper.load_rank_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
+        self.sync.load_rank_state({n.removeprefix(NOT_IN_FILE): a for n, a in arrays.items()})
 
     def may_go_on(self, facts: Mapping[str, Any]) -> bool:
         """Whether as many ranks as saved, in the same mesh, can go on in the saved round."""
@@ -166,7 +166,7 @@ class StrategyPart(Part):
         return facts.items() >= self._identity.items() and facts.get("mesh") == mesh
 
     def save(self, path: Path) -> None:
-        write_arrays(path, self.keeper.state())
+        write_arrays(path, self.sync.state())
 
     @property
     def sharded(self) -> Sharded | None:
@@ -176,7 +176,7 @@ class StrategyPart(Part):
         if self._begins_with(facts):
             with np.load(ContentReader(content)) as values:
                 arrays = {name: values[name] for name in values.files}
-            self.keeper.load_state(arrays, in_round=self.in_round)
+            self.sync.load_state(arrays, in_round=self.in_round)
 
     def load_shards(self, files: Sequence[Path], facts: Mapping[str, Any]) -> None:
         from hvkit.frameworks.pytorch.model_parallel.sharded_tensors import SavedState
@@ -187,7 +187,7 @@ class StrategyPart(Part):
         if self._sharded:
             self._sharded.load_shards(saved, in_round=self.in_round)
         else:
-            self.keeper.load_state(saved.plain(), in_round=self.in_round)
+            self.sync.load_state(saved.plain(), in_round=self.in_round)
 
     def _begins_with(self, facts: Mapping[str, Any]) -> bool:
         if not facts.items() >= self._identity.items():
@@ -201,7 +201,7 @@ class StrategyPart(Part):
 
     def start_over(self, reason: str) -> None:
         """Begin with the weights that all ranks have loaded."""
-        self.keeper.start_over()
+        self.sync.start_over()
         self._log(f"begins anew with the loaded weights: {reason}")
 
     def _log(self, text: str) -> None:
@@ -210,22 +210,22 @@ class StrategyPart(Part):
 
 
 def parts_of_strategies(parts: Sequence[Part]) -> list[StrategyPart]:
-    """A part for each keeper of the models; also sets ``is_local`` of the given parts."""
-    models = {part: keepers_of(part.model) for part in parts if part.model is not None}
+    """A part for each sync of the models; also sets ``is_local`` of the given parts."""
+    models = {part: syncs_of(part.model) for part in parts if part.model is not None}
     # Once each: several parts may be parts of one distributed model.
     names = {
-        keeper: part.name + (f"-{number}" if number else "")
-        for part, keepers in reversed(models.items())
-        for number, keeper in enumerate(keepers)
+        sync: part.name + (f"-{number}" if number else "")
+        for part, syncs in reversed(models.items())
+        for number, sync in enumerate(syncs)
     }
     for part in parts:
         if part.model is None and part.record:
             part.is_local = part.record.local
         else:  # a scheduler, for example, is local if any of the models is
-            part.is_local = any(keeper.local for keeper in models.get(part, names))
+            part.is_local = any(sync.local for sync in models.get(part, names))
     sharded = {
-        keeper: part.record.sharded_keeper if part.record else None
-        for part, keepers in models.items()
-        for keeper in keepers
+        sync: part.record.sharded_sync if part.record else None
+        for part, syncs in models.items()
+        for sync in syncs
     }
-    return [StrategyPart(name, keeper, sharded[keeper]) for keeper, name in names.items()]
+    return [StrategyPart(name, sync, sharded[sync]) for sync, name in names.items()]

@@ -96,7 +96,7 @@ class Replicas:
                 threads.start("hvkit-replicas", self._listener.serve, self._admit)
             except OSError as error:
                 problem = error
-        endpoint = collectives.share(call, problem, endpoint)[0]
+        endpoint = collectives.gather_or_raise(call, problem, endpoint)[0]
         if runtime.rank() in self._hosts and self.folder is not None:
             rank_0 = channel.Endpoint.from_json(endpoint)
             threads.start("hvkit-replicas", _receive_from_rank_0, rank_0, self.folder)

@@ -25,7 +25,7 @@ from hvkit.checkpoint.saved_object import (
 from hvkit.checkpoint.saving import is_sharded, states_file
 from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
-from hvkit.communication.collectives import share
+from hvkit.communication.collectives import gather_or_raise
 from hvkit.errors import HvkitError
 from hvkit.log import counted, logger
 from hvkit.random_states import Arrays
@@ -138,7 +138,7 @@ def load(
         _require_shared(folder, manifest, is_here=take is None)
     for each in of_strategies:
         each.in_round = in_round
-        each.keeper.wait_for_agreements()
+        each.sync.wait_for_agreements()
     problem: Exception | None = None
     for part in parts:
         if part.name not in manifest.parts:
@@ -168,7 +168,7 @@ def load(
             epoch_random = load_rank_states(saved, parts)
     except Exception as error:
         problem = problem or error
-    share(_CALL, problem, None)
+    gather_or_raise(_CALL, problem, None)
     for statistics in kept_statistics:
         statistics.keep()
     if runtime.rank() == 0:
@@ -217,7 +217,7 @@ def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
         )
     elif not is_here:
         problem = HvkitError(f"{folder} is sharded, but rank 0's directory is another one")
-    share(_CALL, problem, None)
+    gather_or_raise(_CALL, problem, None)
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:

@@ -39,7 +39,7 @@ from hvkit.checkpoint.saved_object import (
     write_states,
 )
 from hvkit.checkpoint.store import DamagedError, Manifest
-from hvkit.communication.collectives import share
+from hvkit.communication.collectives import gather_or_raise
 from hvkit.errors import HvkitError
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
@@ -96,7 +96,7 @@ class Writer:
                     pass
             except HvkitError as error:  # on every rank
                 problem = problem or error
-            share(call, problem, None)
+            gather_or_raise(call, problem, None)
 
     def _write(self, manifest: Manifest, parts: Sequence[Part], states: Iterable[Arrays]) -> None:
         def fill(folder: Path) -> Manifest:
@@ -144,13 +144,13 @@ class Writer:
                     path = str(stack.enter_context(self._new_folder(manifest.step)).absolute())
                 except Exception as error:  # any error: the others must not wait for this one
                     problem = self._explained(error, manifest.step)
-            folder = Path(share(call, problem, path)[0])
+            folder = Path(gather_or_raise(call, problem, path)[0])
             try:
                 _wait_for(folder, "the directory, which all ranks of a sharded checkpoint write to")
                 written = _write_shards(folder, parts, local)
             except Exception as error:
                 problem = self._explained(error, manifest.step)
-            by_rank = share(call, problem, written)
+            by_rank = gather_or_raise(call, problem, written)
             if runtime.rank() == 0:
                 try:
                     _complete(folder, manifest, parts, by_rank)
@@ -158,7 +158,7 @@ class Writer:
                     self._finish(manifest.step)
                 except Exception as error:
                     problem = self._explained(error, manifest.step)
-            share(call, problem, None)
+            gather_or_raise(call, problem, None)
 
     def _numbered(self, manifest: Manifest) -> Manifest:
         """The manifest with the numbers of the next save; locks the directory."""

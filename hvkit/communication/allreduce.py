@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvkit import runtime
-from hvkit.communication.collectives import share
+from hvkit.communication.collectives import gather_or_raise
 from hvkit.errors import RanksDisagreeError
 from hvkit.registry import gather_module, in_graph, tensor_in
 from hvkit.watch.calls import named
@@ -95,7 +95,7 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     facts = "a number" if local is None else f"{local.dtype} of shape {local.array.shape}"
-    gathered = share("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
+    gathered = gather_or_raise("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
     _require_same([facts for facts, _ in gathered])
     if local is None:
         return _of_numbers([number for _, number in gathered], op)

@@ -135,7 +135,7 @@ def gather(call: str, obj: Object, group: Group | None = None) -> list[Object]:
 _KEPT = (TypeError, ValueError, RanksDisagreeError)
 
 
-def share(
+def gather_or_raise(
     call: str, problem: Exception | None, value: Object, group: Group | None = None
 ) -> list[Object]:
     """The values of all ranks, in rank order, unless a rank has a problem; a collective.
@@ -160,13 +160,13 @@ def share(
 def raise_together(
     problem: Exception | None, call: str = "distribute", group: Group | None = None
 ) -> None:
-    """Raise on every rank if any rank has a problem, as ``share`` does."""
-    share(call, problem, None, group)
+    """Raise on every rank if any rank has a problem, as ``gather_or_raise`` does."""
+    gather_or_raise(call, problem, None, group)
 
 
 @contextmanager
 def together(call: str = "distribute", group: Group | None = None) -> Iterator[None]:
-    """A context whose error all ranks raise, as ``share`` does; its end is a collective."""
+    """A context whose error all ranks raise, as ``gather_or_raise`` does; its end is a collective."""
     problem = None
     try:
         yield

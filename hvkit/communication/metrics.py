@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 from hvkit.argument_checks import check_count, check_number, check_one_of
-from hvkit.communication.collectives import share
+from hvkit.communication.collectives import gather_or_raise
 from hvkit.errors import RanksDisagreeError
 from hvkit.registry import gather_module, in_graph
 from hvkit.runtime import Group
@@ -66,7 +66,7 @@ def average(
                 raise ValueError(f"weight must be a finite number from 0, got {weight!r}")
     except (TypeError, ValueError) as error:
         problem = error
-    gathered = share("average", problem, (numbers, factor))
+    gathered = gather_or_raise("average", problem, (numbers, factor))
     if len({w is None for _, w in gathered}) > 1:
         without = [rank for rank, (_, w) in enumerate(gathered) if w is None]
         raise TypeError(f"average needs a weight on every rank or on none: none on {without}")
@@ -110,7 +110,7 @@ def any_rank_of(group: Group | None, flag: bool) -> bool:
         value = bool(flag)
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = TypeError(f"any_rank takes True or False, got {flag!r}: {error}")
-    return any(share("any_rank", problem, value, group))
+    return any(gather_or_raise("any_rank", problem, value, group))
 
 
 class EarlyStopping:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from hvkit.communication.collectives import gather, pickled, share, undivided, unpickled
+from hvkit.communication.collectives import gather, pickled, gather_or_raise, undivided, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.registry import gather_module, in_graph, tensor_in
 from hvkit.runtime import size
@@ -207,7 +207,7 @@ def _mean_of_ranks(
         if problem:
             raise problem
         return gather.mean(both, [(), ()], facts, _rows_for_each())
-    gathered = share("mean", problem, (facts, numbers))
+    gathered = gather_or_raise("mean", problem, (facts, numbers))
     of_tensors = [facts for facts, _ in gathered if facts[0]]
     if not of_tensors:
         totals, counts = map(math.fsum, zip(*(each for _, each in gathered), strict=True))

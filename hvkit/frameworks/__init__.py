@@ -14,7 +14,7 @@ A new framework offers:
 2. for strategies that exchange weights: the model's ``Weights``, and a ``LocalOptimizer`` for
    each optimizer, or a ``HookedOptimizer`` if its steps are plain calls of Python
    (``hvkit.sync.local_weights``);
-3. for strategies that agree on weights in rounds: a ``RoundKeeper`` (``hvkit.sync.rounds``);
+3. for strategies that agree on weights in rounds: a ``RoundSync`` (``hvkit.sync.rounds``);
 4. a ``Framework`` in ``hvkit/registry.py``, and what it supports in ``hvkit/capabilities.py``.
 
 Whatever else takes the framework's objects chooses by their type: ``hvkit/models.py``,

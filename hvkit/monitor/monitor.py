@@ -405,7 +405,7 @@ class Monitor:
                 problem = error
         # With a parameter server, ranks wait for each other only where the script does.
         if self._equal_steps:
-            self._hosts = collectives.share("Monitor.step", problem, self._hosts[0])
+            self._hosts = collectives.gather_or_raise("Monitor.step", problem, self._hosts[0])
         elif problem is not None:
             raise problem
         if runtime.local_rank() == 0:

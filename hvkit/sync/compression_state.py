@@ -11,7 +11,7 @@ from hvkit.communication.exchanges import Exchange, Ranks, Tensor
 from hvkit.compression import Compression
 from hvkit.compression.compression import Ops, Shape
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Keeper
+from hvkit.sync.port import Sync
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -100,7 +100,7 @@ class CompressionState:
             self._loaded.setdefault(keys[int(i)], {})[name] = array.copy()
 
 
-class CompressionKeeper(Keeper):
+class CompressionSync(Sync):
     """Keeps the state of a compression of gradients."""
 
     def __init__(

@@ -291,7 +291,7 @@ _averaged: set[bytes] = set()
 def require_same_buffers(facts: Sequence[str]) -> bool:
     """Raise unless all ranks average the same buffers; return whether for the first time."""
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
-    if len(set(collectives.share("average_buffers", None, digest))) > 1:
+    if len(set(collectives.gather_or_raise("average_buffers", None, digest))) > 1:
         advice = "call average_buffers with the same module on every rank"
         collectives.require_equal("module", facts, advice, "average_buffers")
     before = len(_averaged)

@@ -22,7 +22,7 @@ from hvkit.errors import RanksDisagreeError
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Vector
 from hvkit.sync.fingerprints import first_unlike
-from hvkit.sync.port import Keeper
+from hvkit.sync.port import Sync
 
 
 class Weights(Protocol):
@@ -160,10 +160,10 @@ class HookedOptimizer(LocalOptimizer, Protocol):
         """Call functions around each step, also around one that a loss scale skips."""
 
 
-class LocalWeightsKeeper(Keeper):
+class LocalWeightsSync(Sync):
     """Exchanges the weights of one model after its optimizers' steps, and shows agreed weights.
 
-    While the model holds the weights that ranks would agree on, the keeper holds this rank's.
+    While the model holds the weights that ranks would agree on, the sync holds this rank's.
 
     A step that a loss scale skips counts, too: an overflow on one rank must not move the ends of
     its rounds against those of the others.

@@ -30,7 +30,7 @@ from hvkit.communication.collectives import open_mailbox, require_equal
 from hvkit.errors import RankLostError
 from hvkit.log import logger
 from hvkit.strategies.parameter_server import Array, ParameterServer
-from hvkit.sync.local_weights import LocalWeightsKeeper, Weights
+from hvkit.sync.local_weights import LocalWeightsSync, Weights
 from hvkit.sync.parameter_server_thread import (
     ANSWER,
     DROP,
@@ -62,7 +62,7 @@ class _Vector(NamedTuple):
     read: Array
 
 
-class ServerKeeper(LocalWeightsKeeper):
+class ServerSync(LocalWeightsSync):
     """Exchanges the weights of one model with the server. Making it is a collective."""
 
     strategy: ParameterServer

@@ -1,7 +1,7 @@
 """The interface between ``hvkit.distribute`` and the frameworks, and what was distributed.
 
 ``distribute`` makes a port for each call, and remembers what ``keep_in_step`` returns. A second
-call looks here for a first one. ``hvkit.settled`` and checkpoints look for the keepers of a model,
+call looks here for a first one. ``hvkit.settled`` and checkpoints look for the syncs of a model,
 and checkpoints for the step count of a warm-up. At the end is what ports do alike: warnings, and
 the sentence about gradients that are NaN or infinite.
 """
@@ -102,8 +102,8 @@ class ShardedObject(Sharded, Protocol):
         """Load what ``rank_state`` returned, if the ranks continue the saved round."""
 
 
-class ShardedKeeper(Sharded, Protocol):
-    """A keeper of which each rank of a mesh holds a part."""
+class ShardedSync(Sharded, Protocol):
+    """A sync of which each rank of a mesh holds a part."""
 
     mesh: str
     # A hash of the division: which rank has which part; None before the model is divided.
@@ -130,11 +130,11 @@ class Record:
     # Whether the ranks train local weights, so that its state differs; ``remember`` sets it.
     local: bool = False
     sharded: ShardedObject | None = None  # its part on this rank, in a mesh
-    # The keeper of a model in a mesh; None if it has none.
-    sharded_keeper: ShardedKeeper | None = None
+    # The sync of a model in a mesh; None if it has none.
+    sharded_sync: ShardedSync | None = None
 
 
-class Keeper(Protocol):
+class Sync(Protocol):
     """Keeps the state of a strategy or a compression for models that train together."""
 
     strategy: Strategy
@@ -194,15 +194,15 @@ class Port(Protocol):
     def scale_learning_rate(self, multiplier: Multiplier) -> list[tuple[float, Multiplier | None]]:
         """Multiply rates in updates from now on; return the user's, None with a step length."""
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         """Keep the ranks in step from now on, as the strategy says.
 
-        Returns each optimizer with its record, and the keeper of state that a checkpoint saves.
+        Returns each optimizer with its record, and the sync of state that a checkpoint saves.
         """
 
 
-# Weak on both sides: a keeper leads to weights, and hooks on these may lead to the model.
-_models: WeakKeyDictionary[Any, ref[Keeper] | None] = WeakKeyDictionary()
+# Weak on both sides: a sync leads to weights, and hooks on these may lead to the model.
+_models: WeakKeyDictionary[Any, ref[Sync] | None] = WeakKeyDictionary()
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()
 # The groups of models and optimizers that not all ranks train with.
 _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
@@ -211,16 +211,16 @@ _groups: WeakKeyDictionary[Any, Group] = WeakKeyDictionary()
 def remember(
     models: Iterable[Any],
     records: Iterable[tuple[Any, Record]],
-    keeper: Keeper | None = None,
+    sync: Sync | None = None,
     group: Group | None = None,
 ) -> None:
-    """Remember models and optimizers as distributed; the models must keep their keeper."""
+    """Remember models and optimizers as distributed; the models must keep their sync."""
     plain = [_plain(model) for model in models]
     known = [(_plain(thing), each) for thing, each in records]
-    _models.update((model, None if keeper is None else ref(keeper)) for model in plain)
+    _models.update((model, None if sync is None else ref(sync)) for model in plain)
     if group is not None and not group.is_all_ranks:
         _groups.update((each, group) for each in (*plain, *(thing for thing, _ in known)))
-    local = keeper is not None and keeper.local
+    local = sync is not None and sync.local
     _records.update((thing, replace(each, local=local)) for thing, each in known)
 
 
@@ -256,13 +256,13 @@ def is_distributed(model_or_optimizer: Any) -> bool:
     return _plain(model_or_optimizer) in _models or model_or_optimizer in _records
 
 
-def keepers_of(model: Any) -> list[Keeper]:
-    """The keepers of a model, and of those that share weights with it; every rank must call it."""
+def syncs_of(model: Any) -> list[Sync]:
+    """The syncs of a model, and of those that share weights with it; every rank must call it."""
     reference = _unbuilt.get(_plain(model))
     if reference is not None and (begin := reference()) is not None:
         begin()
     found = _known(_models, model)
-    return [keeper for each in found if each is not None and (keeper := each()) is not None]
+    return [sync for each in found if each is not None and (sync := each()) is not None]
 
 
 def _weights_of(model: Any) -> list[Any]:

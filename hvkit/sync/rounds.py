@@ -29,7 +29,7 @@ from hvkit.sync.agreements import (
     require_same_trained,
 )
 from hvkit.sync.compression_state import CompressionState
-from hvkit.sync.local_weights import LocalWeightsKeeper, Weights, pieces
+from hvkit.sync.local_weights import LocalWeightsSync, Weights, pieces
 from hvkit.watch.calls import call
 
 
@@ -46,7 +46,7 @@ class _Round(NamedTuple):
         return numbers is None or not on or any(i in numbers for i in on)
 
 
-class RoundKeeper(LocalWeightsKeeper):
+class RoundSync(LocalWeightsSync):
     """Ends the rounds of the optimizers of one model."""
 
     strategy: Rounds
@@ -315,19 +315,19 @@ class RoundKeeper(LocalWeightsKeeper):
 
 
 @functools.cache
-def _overlapping() -> WeakKeyDictionary[RoundKeeper, None]:
+def _overlapping() -> WeakKeyDictionary[RoundSync, None]:
     """Those with overlapped agreements, in the order in which they began, the same on all ranks.
 
     Horovod ends on all ranks with the first script, so each waits for its agreements before.
     """
-    keepers: WeakKeyDictionary[RoundKeeper, None] = WeakKeyDictionary()
+    syncs: WeakKeyDictionary[RoundSync, None] = WeakKeyDictionary()
 
     def wait_for_all() -> None:
         if getattr(sys, "last_value", None) is None:  # this rank has not failed
             with suppress(RankLostError), call("the end of the script"):
-                for keeper in list(keepers):
-                    keeper.wait_for_agreements()
+                for sync in list(syncs):
+                    sync.wait_for_agreements()
 
     # Registered after Horovod's own function and the watcher's, so it runs before them.
     atexit.register(wait_for_all)
-    return keepers
+    return syncs

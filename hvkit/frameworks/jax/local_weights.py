@@ -26,7 +26,7 @@ from hvkit.runtime import Group, all_ranks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.fingerprints import Compared, fingerprint, require_same
 from hvkit.sync.local_weights import Weights
-from hvkit.sync.rounds import RoundKeeper
+from hvkit.sync.rounds import RoundSync
 
 Vector = NDArray[Any]
 
@@ -153,7 +153,7 @@ def _start(exchange: Exchange, name: str) -> Callable[[], Vector]:
     return lambda: allreduce(vector)
 
 
-class NnxRounds(RoundKeeper):
+class NnxRounds(RoundSync):
     """Ends rounds in ``hvkit.batch``, and before agreed weights are shown."""
 
     counted: CountedOptimizer  # the model's optimizer
@@ -235,8 +235,8 @@ class CountedOptimizer:
         """Nothing to compare: a step changes what the optimizer was made for."""
 
 
-# A keeper lives as long as its model.
-_keepers: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
+# A sync lives as long as its model.
+_syncs: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
@@ -245,17 +245,17 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
     statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
     of_model = NnxWeights(weights, statistics, all_ranks())
     name = all_ranks().numbered("hvkit.jax")
-    keeper = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
-    keeper.counted = CountedOptimizer(optimizer, model, of_model)
-    keeper.watch(keeper.counted, lambda: False)
-    _keepers[model] = keeper
+    sync = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
+    sync.counted = CountedOptimizer(optimizer, model, of_model)
+    sync.watch(sync.counted, lambda: False)
+    _syncs[model] = sync
     if next_batch not in batches.before_local_batch:
         batches.before_local_batch.append(next_batch)
-    return keeper
+    return sync
 
 
 def next_batch() -> None:
     """Before a step of models with local weights: end rounds; a collective."""
-    for keeper in list(_keepers.values()):
-        if not keeper.shown:
-            keeper.counted.next_batch()
+    for sync in list(_syncs.values()):
+        if not sync.shown:
+            sync.counted.next_batch()

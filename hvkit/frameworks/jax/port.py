@@ -43,7 +43,7 @@ from hvkit.log import logger
 from hvkit.mesh import Mesh
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Sync, Options, Record
 
 
 class JaxPort:
@@ -156,14 +156,14 @@ class JaxPort:
             )
         return []
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         batches.begin(self._is_local)
         if self._is_local:
             from hvkit.frameworks.jax.local_weights import train_locally
 
             assert isinstance(self._options.strategy, Rounds)
-            keeper = train_locally(self._options.strategy, self.model, self.optimizer)
-            return [(self.optimizer, Record())], keeper
+            sync = train_locally(self._options.strategy, self.model, self.optimizer)
+            return [(self.optimizer, Record())], sync
         if self._is_divided:
             self._divide_updates()
         batches.expect(self._options.check_every, [m for m in _each(self.model) if is_mutable(m)])

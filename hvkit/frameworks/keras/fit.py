@@ -27,7 +27,7 @@ from hvkit.frameworks.keras.metric_results import over_all_ranks
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Rounds, Strategy
-from hvkit.sync.local_weights import LocalWeightsKeeper
+from hvkit.sync.local_weights import LocalWeightsSync
 from hvkit.watch.calls import call_within, translated
 from hvkit.watch.rank_errors import mark_as_shown_by
 
@@ -242,8 +242,8 @@ class FitState:
     watching: Callable[[], list[Any]] = list
     begin: Callable[[], None] = lambda: None
     adapt: Callable[[Any], None] | None = None
-    # The keeper of the local weights; None before the model has weights, or if there are none.
-    keeper: LocalWeightsKeeper | None = None
+    # The sync of the local weights; None before the model has weights, or if there are none.
+    sync: LocalWeightsSync | None = None
     # Facts that decide how many rows each batch of this rank has; None if unknown.
     rows: tuple[Any, ...] | None = None
     # Whether the batches of all ranks have the same number of rows.
@@ -268,8 +268,8 @@ class FitState:
                 yield
             finally:
                 self.even = False
-                if self.keeper:  # an error may have come while callbacks ran
-                    self.keeper.put_back()
+                if self.sync:  # an error may have come while callbacks ran
+                    self.sync.put_back()
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -283,7 +283,7 @@ class FitState:
     @contextmanager
     def agreed_weights(self) -> Iterator[None]:
         """A context with the weights that the ranks would agree on now; a collective if local."""
-        with self.keeper.settled() if self.keeper else nullcontext():
+        with self.sync.settled() if self.sync else nullcontext():
             yield
 
     def end_pass(self) -> None:
@@ -375,12 +375,12 @@ def _showing_agreed_weights(state: FitState) -> keras.callbacks.Callback:
     """
 
     def show(epoch: int, logs: Any) -> None:
-        if state.keeper:
-            state.keeper.show_callbacks()
+        if state.sync:
+            state.sync.show_callbacks()
 
     def end_rounds(logs: Any) -> None:
-        if state.keeper:
-            state.keeper.end_rounds()
+        if state.sync:
+            state.sync.end_rounds()
 
     return keras.callbacks.LambdaCallback(on_epoch_end=show, on_train_end=end_rounds)
 
@@ -426,9 +426,9 @@ class InStep(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._state.compare()
         self._stop_together()
-        if keeper := self._state.keeper:
-            keeper.keep_what_callbacks_set()
-            keeper.put_back()
+        if sync := self._state.sync:
+            sync.keep_what_callbacks_set()
+            sync.put_back()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that callbacks may have set: ``EarlyStopping`` those of an epoch."""

@@ -42,7 +42,7 @@ from hvkit.frameworks.keras.fit import FitState, use_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.optimizers import scale_rates, updating
 from hvkit.learning_rate import Multiplier
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Sync, Options, Record
 from hvkit.watch import calls
 
 # The methods that take data, and those that take one batch.
@@ -130,7 +130,7 @@ class KerasOnJaxPort(JaxPort):
         self._is_scaled = not multiplier.changes_nothing
         return scale_rates(updating(self.optimizer), multiplier)
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         refuse_others(self.model, self.optimizer, self._is_scaled)
         for model in self.model:
             # Compiled for arrays of this rank, perhaps.

@@ -41,8 +41,8 @@ from hvkit.main_rank import warn_once
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.local_weights import LocalWeightsKeeper
-from hvkit.sync.port import Keeper, Options, Record, begin_with_weights, remember
+from hvkit.sync.local_weights import LocalWeightsSync
+from hvkit.sync.port import Sync, Options, Record, begin_with_weights, remember
 from hvkit.watch.calls import call
 
 
@@ -100,7 +100,7 @@ class KerasOnPyTorchPort(KerasPort):
     def synchronise(self) -> None:
         """Left to ``keep_in_step``: models may get their weights in their first call only."""
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         name = self.group.numbered("hvkit")
         self._samples = samples = as_pytorch.PyTorchSampleCounts(name, self.group)
         for model in self.models:
@@ -153,7 +153,7 @@ class KerasOnPyTorchPort(KerasPort):
         if not self._begun and all(map(initial_state.has_weights, self.models)):
             remember(self.models, *self._begin(), self.group)
 
-    def _begin(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def _begin(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         """Keep the ranks in step from now on; called once all models have weights; a collective."""
         self._begun = True
         for model in self.models:
@@ -171,14 +171,14 @@ class KerasOnPyTorchPort(KerasPort):
         port = PyTorchPort([as_pytorch.ModelWeights(self.model)], self._steps, options)
         advice = "build the same model on every rank"
         require_equal("model", port.facts(), advice, group=options.group)
-        _, keeper = port.keep_in_step()
+        _, sync = port.keep_in_step()
         if self._samples and port.reducer:
             port.reducer.weigh(self._samples.weight, self._samples.correction)
-            self._samples.weighs = keeper is None
-        if isinstance(keeper, LocalWeightsKeeper):
+            self._samples.weighs = sync is None
+        if isinstance(sync, LocalWeightsSync):
             for epoch in self._epochs:
-                epoch.keeper = keeper
-        return self._records(), keeper
+                epoch.sync = sync
+        return self._records(), sync
 
     def _before_update(self, variables: Sequence[Any]) -> None:
         """Begin before the first update, for a ``train_step`` that calls only parts of a model."""
@@ -227,7 +227,7 @@ class KerasLoopPort(PyTorchPort):
             initial_state.synchronise_model(model, group)
         super().synchronise()
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         group, strategy = self.options.group, self.options.strategy
         models = self._keras_models
         joined = models[0] if len(models) == 1 else initial_state.JoinedModels(models)
@@ -236,8 +236,8 @@ class KerasLoopPort(PyTorchPort):
         for optimizer in self.optimizers:
             for stepping in stepping_in(optimizer):
                 _leave_untrained_of_later_groups(stepping)
-        records, keeper = super().keep_in_step()
-        local = keeper if isinstance(keeper, LocalWeightsKeeper) else None
+        records, sync = super().keep_in_step()
+        local = sync if isinstance(sync, LocalWeightsSync) else None
         if local:
             refusals.let_differ([joined, *models], [])
         for each in models:
@@ -245,8 +245,8 @@ class KerasLoopPort(PyTorchPort):
             watch_losses(each, in_loop=True)
             samples = as_pytorch.PyTorchSampleCounts(group.numbered("hvkit"), group)
             use_counts_of_all_ranks(each, samples, trains=False)
-            combine_results(each, FitState(group, lambda: None, strategy, keeper=local))
-        return records, keeper
+            combine_results(each, FitState(group, lambda: None, strategy, sync=local))
+        return records, sync
 
 
 def _untrained(layer: Any) -> list[torch.Tensor]:

@@ -48,9 +48,9 @@ from hvkit.frameworks.keras.loss_means import use_counts_of_all_ranks
 from hvkit.frameworks.keras.optimizers import calls_of_apply, share_scale, updating
 from hvkit.frameworks.keras.port import KerasPort
 from hvkit.frameworks.keras.tensorflow import averaged_updates
-from hvkit.frameworks.keras.tensorflow.averager import GradientAverager, SampleCounts, keeper_of
+from hvkit.frameworks.keras.tensorflow.averager import GradientAverager, SampleCounts, sync_of
 from hvkit.frameworks.keras.tensorflow.local_updates import Updates
-from hvkit.frameworks.keras.tensorflow.local_weights import ServedModel, TensorFlowRoundKeeper
+from hvkit.frameworks.keras.tensorflow.local_weights import ServedModel, TensorFlowRoundSync
 from hvkit.frameworks.keras.tensorflow.weight_vectors import Variables
 from hvkit.frameworks.keras.tensorflow.wire import (
     GraphWait,
@@ -63,10 +63,10 @@ from hvkit.host.run_reports import timeline_wanted
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
-from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
+from hvkit.sync.port import Sync, Options, Record, warn_of_own_batches
 from hvkit.watch.spans import WAITING, mark
 
-_KEEPER = "_hvkit_keeper"
+_SYNC = "_hvkit_sync"
 
 
 class KerasOnTensorFlowPort(KerasPort):
@@ -149,15 +149,15 @@ class KerasOnTensorFlowPort(KerasPort):
         if self._optimizers_pending and have_values(variables):
             self._synchronise_optimizers()
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         for model in self.models:
             self._let_update(model)
-        local: TensorFlowRoundKeeper | ServedModel | None = None
-        keeper: Keeper | None = None
+        local: TensorFlowRoundSync | ServedModel | None = None
+        sync: Sync | None = None
         compression = self.options.compression
         self._samples = self._counts()
         if isinstance(strategy := self.options.strategy, Rounds | ParameterServer):
-            keeper = local = self._local_weights(strategy)
+            sync = local = self._local_weights(strategy)
         else:
             assert isinstance(strategy, Averaging)
             for each in self.inner:
@@ -170,18 +170,18 @@ class KerasOnTensorFlowPort(KerasPort):
                 share_scale(each, agree, self.group.size, self.models)
             self._divide_state(lambda: TensorFlowSender(self._name(), self.group))
             if (travels := strategy.gradient_compression(compression)) and travels.keeps_state:
-                keeper = keeper_of(self.model, self.averagers, strategy, compression)
+                sync = sync_of(self.model, self.averagers, strategy, compression)
             self._average_at_end = self._statistics_average(self._name())
         for model in self.models:  # which keep all that is here by this
             use_counts_of_all_ranks(model, self._samples, trains=local is None)
             ends = self._end_epoch
             state = FitState(self.group, ends, strategy, self.averagers, timeline_callbacks)
-            state.keeper = local
-            if isinstance(local, TensorFlowRoundKeeper):  # a server gets what the script has set
+            state.sync = local
+            if isinstance(local, TensorFlowRoundSync):  # a server gets what the script has set
                 state.begin = local.accept_set_weights
             combine_results(model, state)
-            vars(model)[_KEEPER] = keeper
-        return self._records(), keeper
+            vars(model)[_SYNC] = sync
+        return self._records(), sync
 
     def _counts(self) -> SampleCounts:
         accumulates = any(each.gradient_accumulation_steps for each in updating(self.optimizers))
@@ -213,19 +213,19 @@ class KerasOnTensorFlowPort(KerasPort):
 
     def _local_weights(
         self, strategy: Rounds | ParameterServer
-    ) -> TensorFlowRoundKeeper | ServedModel:
+    ) -> TensorFlowRoundSync | ServedModel:
         refusals.let_differ([self.model, *self.models], self.inner)
         name = self._name()
         weights = Variables(self.model, name, self.options.batch_norm == "average", self.group)
-        keeper: TensorFlowRoundKeeper | ServedModel
+        sync: TensorFlowRoundSync | ServedModel
         if isinstance(strategy, ParameterServer):
-            keeper = ServedModel(strategy, weights, name)
+            sync = ServedModel(strategy, weights, name)
         else:
-            keeper = TensorFlowRoundKeeper(strategy, weights, name, self.options.compression)
+            sync = TensorFlowRoundSync(strategy, weights, name, self.options.compression)
         for each in self.inner:
             checks = Checks(self._name(), self.model, self.group, first_only=True)
-            Updates(keeper, each, checks, self._before_update)
-        return keeper
+            Updates(sync, each, checks, self._before_update)
+        return sync
 
     def _average(self, strategy: Averaging) -> averaged_updates.Average:
         name = self._name()

@@ -24,7 +24,7 @@ from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
 from hvkit.sync.local_weights import Weights
-from hvkit.sync.rounds import RoundKeeper
+from hvkit.sync.rounds import RoundSync
 
 
 class ParameterVectors(Weights):
@@ -122,13 +122,13 @@ class ParameterVectors(Weights):
         return self.checks.require_same(call, note, vectors)
 
 
-def round_keeper(
+def round_sync(
     strategy: Rounds, weights: ParameterVectors, name: str, compression: Compression | None
-) -> RoundKeeper:
+) -> RoundSync:
     sender = wire.Wire("weights", weights.group)
     state = CompressionState(compression, ops, sender) if compression else None
     start = functools.partial(RunningExchanges, sender.start)
-    return RoundKeeper(strategy, weights, name, start, state)
+    return RoundSync(strategy, weights, name, start, state)
 
 
 class SteppedOptimizer:

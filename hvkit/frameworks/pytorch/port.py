@@ -38,7 +38,7 @@ from hvkit.frameworks.pytorch.local_weights import (
     ParameterVectors,
     SteppedOptimizer,
     has_local_weights,
-    round_keeper,
+    round_sync,
 )
 from hvkit.frameworks.pytorch.optimizers import (
     has_step_length,
@@ -51,9 +51,9 @@ from hvkit.host.run_reports import timeline_wanted
 from hvkit.learning_rate import Multiplier
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
-from hvkit.sync.parameter_server_client import ServerKeeper
-from hvkit.sync.port import Keeper, Options, Record, warn_of_own_batches
-from hvkit.sync.rounds import RoundKeeper
+from hvkit.sync.parameter_server_client import ServerSync
+from hvkit.sync.port import Sync, Options, Record, warn_of_own_batches
+from hvkit.sync.rounds import RoundSync
 
 # Bytes of parameters after which it is worth looking for models that the script has dropped.
 _MUCH = 1 << 25
@@ -156,13 +156,13 @@ class PyTorchPort:
             if (lr := group.get("lr")) is not None
         ]
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         self._synchronise_batch_norm()
         name = self.options.group.numbered("hvkit")
         statistics = self._averaged_statistics(self.model)
         hooks = {each: UpdateHooks() for each in self.optimizers}
         records: list[tuple[Any, Record]] = []
-        keeper: Keeper | None = None
+        sync: Sync | None = None
         if isinstance(strategy := self.options.strategy, FullyShard):
             from hvkit.frameworks.pytorch.divided_state.fully_shard import DividedModels
 
@@ -174,23 +174,23 @@ class PyTorchPort:
                 gather = functools.partial(DividedModels.gathered, divided, f"{number}.")
                 records.append((model, Record(gathered=gather)))
         else:
-            keeper = self._keep_weights_in_step(hooks, name, statistics)
+            sync = self._keep_weights_in_step(hooks, name, statistics)
         if isinstance(strategy, ShardedOptimizer):
             owned = OwnedParameters(strategy, name, self.options.group)
             for optimizer, around in hooks.items():
                 owned.divide_state(optimizer, around)
         in_parts = isinstance(strategy, FullyShard | ShardedOptimizer)
-        return records + self._attach(hooks, divided=in_parts), keeper
+        return records + self._attach(hooks, divided=in_parts), sync
 
-    def average_in_passes(self) -> tuple[GradientReducer, Keeper | None]:
+    def average_in_passes(self) -> tuple[GradientReducer, Sync | None]:
         """Keep in step by the reducer's ``begin_pass`` and ``end_pass``, which the caller calls."""
         hooks = {each: UpdateHooks() for each in self.optimizers}
         statistics = self._averaged_statistics(self.model)
         name = self.options.group.numbered("hvkit")
-        keeper = self._keep_weights_in_step(hooks, name, statistics, follows_passes=False)
+        sync = self._keep_weights_in_step(hooks, name, statistics, follows_passes=False)
         self._attach(hooks)
         assert self.reducer is not None
-        return self.reducer, keeper
+        return self.reducer, sync
 
     def _attach(
         self, hooks: Mapping[Optimizer, UpdateHooks], *, divided: bool = False
@@ -219,18 +219,18 @@ class PyTorchPort:
         statistics: RunningStatistics | None,
         *,
         follows_passes: bool = True,
-    ) -> Keeper | None:
+    ) -> Sync | None:
         """Keep the parameters in step, by hooks or by the caller's calls of the reducer."""
         options, group = self.options, self.options.group
         learnt = functools.partial(buffers.compared_of, self.models)
         checks = Checks(self.parameters, self.optimizers, options, name, learnt)
-        keeper: GradientReducer | RoundKeeper | ServerKeeper
+        sync: GradientReducer | RoundSync | ServerSync
         if isinstance(strategy := options.strategy, Rounds | ParameterServer):
             weights = ParameterVectors(self.parameters.values(), checks, statistics)
             if isinstance(strategy, Rounds):
-                keeper = round_keeper(strategy, weights, name, options.compression)
+                sync = round_sync(strategy, weights, name, options.compression)
             else:
-                keeper = ServerKeeper(strategy, weights, name)
+                sync = ServerSync(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             # In a mesh, ``NonFiniteInMesh`` looks at the gradients of all ranks.
@@ -240,19 +240,19 @@ class PyTorchPort:
             parameters = self.parameters.values()
             layers = refusals.sparse_layers(self.model).values()
             sparse = {each.weight for each in layers} & set(parameters)
-            keeper = self.reducer = GradientReducer(
+            sync = self.reducer = GradientReducer(
                 parameters, sparse, reduction, follows_passes=follows_passes
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
-        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), keeper)
+        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), sync)
         for optimizer, around in hooks.items():
             stepping = stepping_in(optimizer)
-            adopt = follow_groups(stepping, keeper, group)
-            if isinstance(keeper, GradientReducer):
-                keeper.watch(stepping, around, adopt)
+            adopt = follow_groups(stepping, sync, group)
+            if isinstance(sync, GradientReducer):
+                sync.watch(stepping, around, adopt)
             else:
-                keeper.watch(SteppedOptimizer(stepping, around, weights), adopt)
-        return keeper.keeper if isinstance(keeper, GradientReducer) else keeper
+                sync.watch(SteppedOptimizer(stepping, around, weights), adopt)
+        return sync.sync if isinstance(sync, GradientReducer) else sync
 
     def _synchronise_batch_norm(self) -> None:
         group, strategy = self.options.group, self.options.strategy

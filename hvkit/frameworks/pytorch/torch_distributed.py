@@ -48,7 +48,7 @@ def start() -> None:
             f"rank {runtime.rank()} cannot reach rank 0 at {' or '.join(addresses)}, port {port}, "
             "for torch.distributed: let the hosts connect to each other on all ports"
         )
-    by_rank = collectives.share("distribute", problem, (reached, interface))
+    by_rank = collectives.gather_or_raise("distribute", problem, (reached, interface))
     if runtime.rank() == 0:
         # The interface that the others see, not the one through which this host sees itself.
         seen = next((address for address, _ in by_rank[1:] if address), None)

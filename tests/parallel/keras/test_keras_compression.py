@@ -9,7 +9,7 @@ from keras_models import LOOPS, alike, in_rounds, local, mlp, mse, regression, s
 from ranks import identical, largest_difference
 
 import hvkit
-from hvkit.sync.port import keepers_of
+from hvkit.sync.port import syncs_of
 
 pytestmark = pytest.mark.two_ranks
 
@@ -108,7 +108,7 @@ def test_agreements_on_parts_of_a_model_each_keep_what_they_have_not_sent():
     for _ in range(5):
         x, y = (random.normal(size=(16, n)).astype(np.float32) for n in (512, 8))
         LOOPS["eager"](model, optimizer, [(x, y)])
-    (keeper,) = keepers_of(model)
-    kept = {key: array for key, array in keeper.rank_state().items() if "residual" in key}
+    (sync,) = syncs_of(model)
+    kept = {key: array for key, array in sync.rank_state().items() if "residual" in key}
     assert len(kept) == 3
     assert all(np.abs(array).sum() > 1 for array in kept.values())

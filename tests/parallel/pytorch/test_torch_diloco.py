@@ -19,7 +19,7 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit.sync.port import keepers_of
+from hvkit.sync.port import syncs_of
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
@@ -83,12 +83,12 @@ def test_an_agreement_waits_for_no_other_optimizers():
     both = [sgd(layer.parameters()) for layer in (model[0], model[2])]
     hvkit.distribute(model, both, strategy=hvkit.DiLoCo(4, overlap=2))
     data = local(regression(steps=6))
-    (keeper,) = keepers_of(model)
+    (sync,) = syncs_of(model)
     train(model, both[0], data[:4])
     train(model, both[1], data[:4])
-    assert len(keeper._running) == 2
+    assert len(sync._overlapping_rounds) == 2
     train(model, both[1], data[4:6])
-    assert len(keeper._running) == 1
+    assert len(sync._overlapping_rounds) == 1
     with hvkit.settled(model):
         assert alike(model)
 
@@ -178,9 +178,9 @@ def test_weights_of_16_bits_that_nobody_sets_keep_their_anchor():
     model, optimizer = in_rounds(hvkit.DiLoCo(2), model=mlp().bfloat16())
     data = [(x.bfloat16(), y.bfloat16()) for x, y in local(regression(steps=3))]
     train(model, optimizer, data)
-    (keeper,) = keepers_of(model)
-    assert not keeper._set_by_script
-    anchor = keeper._agreements.anchor(0)
+    (sync,) = syncs_of(model)
+    assert not sync._set_by_script
+    anchor = sync._agreements.anchor(0)
     assert not torch.equal(anchor, anchor.bfloat16().float())
 
 

@@ -28,7 +28,7 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
-from hvkit.sync.port import Keeper, Record, remember
+from hvkit.sync.port import Sync, Record, remember
 
 
 class PyTorchTensors(Tensors):
@@ -137,7 +137,7 @@ class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
 
     tensors = PyTorchTensors()
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         if self.group.size > 1:
             self._samples = PyTorchSampleCounts(self.group.numbered("hvkit"), self.group)
         records = self._attach(FitState(all_ranks(), self._compare))
@@ -154,10 +154,10 @@ class KerasOnPyTorchMeshPort(PipelinePort, KerasOnPyTorchPort):
         for step in steps:
             step.may_update(self.model.trainable_variables)
         port = PyTorchPort([ModelWeights(self.model)], steps, replace(self.options, mesh=None))
-        reducer, keeper = port.average_in_passes()
+        reducer, sync = port.average_in_passes()
         if self._samples:
             reducer.weigh(self._samples.weight)
-        remember(self.models, [], keeper, self.group if keeper else None)
+        remember(self.models, [], sync, self.group if sync else None)
 
         def around_backward() -> Callable[[], None]:
             reducer.begin_pass()

@@ -26,7 +26,7 @@ from hvkit.mesh import MeshOptions
 from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Keeper, Record
+from hvkit.sync.port import Sync, Record
 
 
 class TensorFlowTensors(Tensors):
@@ -118,7 +118,7 @@ class KerasMeshPort(PipelinePort, KerasOnTensorFlowPort):
         super().synchronise()
         self._pending, self._optimizers_pending = [], False
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         strategy = self.options.strategy
         assert isinstance(strategy, Averaging)
         averages = self.group.size > 1

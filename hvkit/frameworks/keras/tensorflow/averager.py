@@ -48,7 +48,7 @@ from hvkit.frameworks.keras.tensorflow.wire import (
 from hvkit.main_rank import warn_once
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.compression_state import Arrays, CompressionKeeper, CompressionState
+from hvkit.sync.compression_state import Arrays, CompressionSync, CompressionState
 from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph
 
@@ -298,12 +298,12 @@ class CompressedMeans(CompressionState):
             self._assign(key, self._loaded.pop(key))
 
 
-def keeper_of(
+def sync_of(
     model: Any,
     averagers: Sequence[GradientAverager],
     strategy: Averaging,
     compression: Compression | None,
-) -> CompressionKeeper:
+) -> CompressionSync:
     """Shows checkpoints the residuals of a model's optimizers."""
     states = {f"{i}-": each.compressed for i, each in enumerate(averagers) if each.compressed}
     reference = weakref.ref(model)  # hvkit keeps this as long as the model
@@ -312,7 +312,7 @@ def keeper_of(
         model = reference()
         return [] if model is None else [id(backend_variable(w)) for w in model.weights]
 
-    return CompressionKeeper(strategy, compression, states, keys)
+    return CompressionSync(strategy, compression, states, keys)
 
 
 def _is_sparse(gradient: Any) -> bool:

@@ -40,19 +40,19 @@ from hvkit.frameworks.keras.tensorflow.wire import (
     refuse_tf_distribute,
     refuse_xla,
 )
-from hvkit.sync.local_weights import LocalWeightsKeeper
+from hvkit.sync.local_weights import LocalWeightsSync
 from hvkit.watch.rank_errors import mark_as_shown_by, raised_in_graph
 
 # An attribute of an optimizer that does not scale the loss.
 _UPDATES = "_hvkit_updates"
 
 
-class UpdatesKeeper(LocalWeightsKeeper):
+class UpdatesSync(LocalWeightsSync):
     """Exchanges the weights of a model, by variables that are updated together, as ``updated``."""
 
     weights: Variables
 
-    def __init__(self, *args: Any) -> None:  # of the keeper of a strategy
+    def __init__(self, *args: Any) -> None:  # of the sync of a strategy
         super().__init__(*args)
         self.updated: list[UpdatedVariables] = []
         # Weak: the optimizers keep them. Their variables count also when they are gone.
@@ -96,25 +96,25 @@ class Updates:
     """Code around the updates of one optimizer, which keeps this object.
 
     A ``LossScaleOptimizer`` around it skips an update if the gradients overflow; this runs around
-    skipped updates, too. ``calls`` are those of ``apply`` so far, which keepers count, for graphs;
+    skipped updates, too. ``calls`` are those of ``apply`` so far, which syncs count, for graphs;
     a step has ``per_step``, as the optimizer may accumulate gradients.
     """
 
     def __init__(
         self,
-        keeper: UpdatesKeeper,
+        sync: UpdatesSync,
         optimizer: Any,
         checks: Checks,
         before_update: Callable[[Sequence[Any]], None],
     ) -> None:
         self.checks = checks
-        self._keeper = keeper
+        self._sync = sync
         self.optimizer = ref(optimizer)
         self.per_step: int = optimizer.gradient_accumulation_steps or 1
         self._before_update = before_update
         self._updating = False
         self.calls = graph_counter(dtype=tf.int64)
-        self.number = keeper.count_updates(self)
+        self.number = sync.count_updates(self)
         apply = optimizer.apply
 
         # AutoGraph would spend seconds on translating all of hvkit and Horovod below this call.
@@ -149,22 +149,22 @@ class Updates:
             return
         refuse_xla("optimizer.apply")
         refuse_tf_distribute()
-        self._keeper.refuse_step()
+        self._sync.refuse_step()
         self._before_update(variables)
         if not optimizer.built:
             # Not after the comparison: TensorFlow could not initialise the new variables before it
             # runs the graph, and would run the graph in which no weights were synchronised.
             with keras.name_scope(optimizer.name):
                 optimizer.build(variables)
-        updated = self._keeper.updated_together(self, [backend_variable(v) for v in variables])
-        begun = self._keeper.before_update(updated, lambda: self.checks(grads, variables))
+        updated = self._sync.updated_together(self, [backend_variable(v) for v in variables])
+        begun = self._sync.before_update(updated, lambda: self.checks(grads, variables))
         with tf.control_dependencies(begun):
             self._updating = True
             try:
                 apply(grads, given)
             finally:
                 self._updating = False
-        self._keeper.after_update(self, updated)
+        self._sync.after_update(self, updated)
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def _include_skipped_updates() -> None:
 _LARGE = 1 << 17
 
 Method = Callable[[int], None]
-"""A method of a keeper that gets the number of an ``UpdatedVariables``."""
+"""A method of a sync that gets the number of an ``UpdatedVariables``."""
 
 
 class UpdatedVariables:

@@ -25,14 +25,14 @@ from hvkit import threads
 from hvkit.communication.exchanges import Exchange, RunningExchanges, Tensor
 from hvkit.compression import Compression
 from hvkit.frameworks.keras.tensorflow import ops
-from hvkit.frameworks.keras.tensorflow.local_updates import UpdatedVariables, Updates, UpdatesKeeper
+from hvkit.frameworks.keras.tensorflow.local_updates import UpdatedVariables, Updates, UpdatesSync
 from hvkit.frameworks.keras.tensorflow.weight_vectors import Array, Variables
 from hvkit.frameworks.keras.tensorflow.wire import NamedCollectives, Wire, nothing
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.compression_state import CompressionState
-from hvkit.sync.parameter_server_client import ServerKeeper
-from hvkit.sync.rounds import RoundKeeper
+from hvkit.sync.parameter_server_client import ServerSync
+from hvkit.sync.rounds import RoundSync
 from hvkit.watch.calls import waiting_for_all_ranks
 
 # Prefix, in a checkpoint, of the names of variables that are updated together.
@@ -43,7 +43,7 @@ _UPDATED = "group-"
 _COMPARED_EVERY = 256
 
 
-class TensorFlowRoundKeeper(UpdatesKeeper, RoundKeeper):
+class TensorFlowRoundSync(UpdatesSync, RoundSync):
     def __init__(
         self,
         strategy: Rounds,
@@ -223,7 +223,7 @@ class Exchanges:
 _CALLS = "calls."
 
 
-class ServedModel(UpdatesKeeper, ServerKeeper):
+class ServedModel(UpdatesSync, ServerSync):
     """Exchanges the weights of one model with the server. Making it is a collective."""
 
     def count_updates(self, updates: Updates) -> int:

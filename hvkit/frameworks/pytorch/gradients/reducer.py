@@ -31,7 +31,7 @@ from hvkit.frameworks.pytorch.optimizers import (
     scaler_hooks,
 )
 from hvkit.frameworks.pytorch.step_hooks import Closure, Feature, Order, UpdateHooks
-from hvkit.sync.compression_state import CompressionKeeper
+from hvkit.sync.compression_state import CompressionSync
 from hvkit.watch.calls import call
 from hvkit.watch.spans import REDUCTION
 
@@ -60,15 +60,15 @@ class GradientReducer:
         self._changes, self._state = reduction.changes, reduction.state
         self._follows_passes = follows_passes
         self.name = self._checks.name
-        self.keeper: CompressionKeeper | None = None
+        self.sync: CompressionSync | None = None
         if self._state and self._state.compression.keeps_state:
             parameters_now, states = self._checks.parameters, {"": self._state}  # which grow
             strategy, compression = reduction.strategy, reduction.compression
-            self.keeper = CompressionKeeper(
+            self.sync = CompressionSync(
                 strategy, compression, states, lambda: range(len(parameters_now))
             )
         self._window = AccumulationWindow(
-            self._checks.accumulate, ends_with_epoch=self.keeper is None
+            self._checks.accumulate, ends_with_epoch=self.sync is None
         )
         # Several optimizers that use one reduction take one step together.
         self._step_counted = False
@@ -151,7 +151,7 @@ class GradientReducer:
         hooks.add(Feature(Order.RANKS, before, gradients, renewed, loss=mean_of_ranks, after=end))
         for each in optimizers:
             scaler_hooks(each).before_unscaling = lambda: average("GradScaler.unscale_()")
-            if self._state and self.keeper:
+            if self._state and self.sync:
                 # Residuals of other steps would have another scale.
                 refuse_grad_scaler(
                     each,
@@ -200,7 +200,7 @@ class GradientReducer:
         """Why the script's hooks on parameters see gradients that are not averaged; None if not."""
         if self._reduction.strategy.has_momentum:  # no update uses a mean of gradients
             return ""
-        if self.keeper is not None and self._window.length > 1:
+        if self.sync is not None and self._window.length > 1:
             return f"where accumulate={self._window.length} averages compressed gradients once"
         return None
 

@@ -35,7 +35,7 @@ from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.strategies.strategy import Rounds, Strategy
 from hvkit.sync.agreements import SENT
-from hvkit.sync.port import Keeper
+from hvkit.sync.port import Sync
 
 _Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -44,9 +44,9 @@ _Arrays = dict[str, np.ndarray[Any, Any]]
 class _Part:
     """This rank's part of a divided model, and of the strategy's state."""
 
-    keeper: Keeper
+    sync: Sync
     model: ModelState
-    own: dict[str, int]  # the numbers of its parameters in the keeper
+    own: dict[str, int]  # the numbers of its parameters in the sync
 
     def by_parameter(self, state: _Arrays) -> dict[str, dict[str, torch.Tensor]]:
         """The strategy's state of this rank's parameters, in the shape of its slices."""
@@ -69,8 +69,8 @@ class _Part:
         return strategy_arrays(saved.plan[COUNTS].numpy(), own, self.own)
 
 
-class MeshKeeper:
-    """A ``hvkit.sync.port.Keeper`` of a model that is divided when its first batch comes.
+class MeshSync:
+    """A ``hvkit.sync.port.Sync`` of a model that is divided when its first batch comes.
 
     It gets the names of all parameters in the order in which one process numbers them.
     """
@@ -98,9 +98,9 @@ class MeshKeeper:
         self._settled = 0  # how many open contexts began while loads were pending
         self._full: _Arrays = {}  # on rank 0 inside ``gathered``
 
-    def divided(self, keeper: Keeper, model: ModelState, own: Sequence[str], layout: int) -> None:
-        """Begin with this rank's part: the names of its parameters, in the keeper's order."""
-        self._part = _Part(keeper, model, {name: i for i, name in enumerate(own)})
+    def divided(self, sync: Sync, model: ModelState, own: Sequence[str], layout: int) -> None:
+        """Begin with this rank's part: the names of its parameters, in the sync's order."""
+        self._part = _Part(sync, model, {name: i for i, name in enumerate(own)})
         self.layout = layout
 
     def load_pending(self) -> None:
@@ -123,12 +123,12 @@ class MeshKeeper:
 
     def wait_for_agreements(self) -> None:
         if self._part is not None:
-            self._part.keeper.wait_for_agreements()
+            self._part.sync.wait_for_agreements()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
         if self._part is not None and not self._pending:
-            with self._part.keeper.settled():
+            with self._part.sync.settled():
                 yield
             return
         self._settled += 1
@@ -139,18 +139,18 @@ class MeshKeeper:
             self.load_pending()
 
     def unsettled(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._part is None else self._part.keeper.unsettled()
+        return nullcontext() if self._part is None else self._part.sync.unsettled()
 
     def start_over(self) -> None:
         self._pending.clear()
         self._in_round = False
         if self._part is not None:
-            self._part.keeper.start_over()
+            self._part.sync.start_over()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         if (part := self._part) is not None and self.local:
-            state = part.keeper.state()
+            state = part.sync.state()
             found = part.model.collected(part.by_parameter(state), self._number)
             if part.model.keeps_whole:
                 self._full = strategy_arrays(state[COUNTS], found, self._number)
@@ -164,11 +164,11 @@ class MeshKeeper:
         return self._part is not None and self.local
 
     def plan(self) -> dict[str, Any]:
-        return strategy_plan(cast(_Part, self._part).keeper.state()[COUNTS], list(self._number))
+        return strategy_plan(cast(_Part, self._part).sync.state()[COUNTS], list(self._number))
 
     def shards(self) -> dict[str, Any]:
         part = cast(_Part, self._part)
-        return part.model.saved_slices(part.by_parameter(part.keeper.state()))
+        return part.model.saved_slices(part.by_parameter(part.sync.state()))
 
     def state(self) -> _Arrays:
         return self._full
@@ -192,9 +192,9 @@ class MeshKeeper:
                 )
             arrays = own(part) if self.local else {}
             if self.local and not arrays:  # saved before a first step
-                part.keeper.start_over()
+                part.sync.start_over()
             else:
-                part.keeper.load_state(arrays, in_round=self._in_round)
+                part.sync.load_state(arrays, in_round=self._in_round)
 
         self._when_divided(load)
 
@@ -206,23 +206,23 @@ class MeshKeeper:
             )
         if self._part is None:
             return {}
-        keeper = self._part.keeper
+        sync = self._part.sync
         common = {
             key.removeprefix(SENT): array
-            for key, array in keeper.state().items()
+            for key, array in sync.state().items()
             if not self.local or key.startswith(SENT)
         }
-        return keeper.rank_state() | common
+        return sync.rank_state() | common
 
     def load_rank_state(self, arrays: _Arrays) -> None:
-        self.in_saved_round(lambda: cast(_Part, self._part).keeper.load_rank_state(arrays))
+        self.in_saved_round(lambda: cast(_Part, self._part).sync.load_rank_state(arrays))
 
 
 class _MeshState:
-    """Implements ``hvkit.sync.port.ShardedObject``; no keeper if the strategy keeps nothing."""
+    """Implements ``hvkit.sync.port.ShardedObject``; no sync if the strategy keeps nothing."""
 
-    def __init__(self, parallel: ParallelModel, keeper: MeshKeeper | None) -> None:
-        self._parallel, self._keeper = parallel, keeper
+    def __init__(self, parallel: ParallelModel, sync: MeshSync | None) -> None:
+        self._parallel, self._sync = parallel, sync
 
     @property
     def is_divided(self) -> bool:
@@ -237,8 +237,8 @@ class _MeshState:
         return cast(ModelState, self._parallel.state)
 
     def load_rank_state(self, load: Callable[[], None]) -> None:
-        if self._keeper is not None:
-            self._keeper.in_saved_round(load)
+        if self._sync is not None:
+            self._sync.in_saved_round(load)
 
     def load_shards(self, saved: SavedState, load: Callable[[dict[str, Any]], None]) -> None:
         self._parallel.when_divided(functools.partial(self._load, saved, load))
@@ -281,9 +281,9 @@ class MeshModelState(_MeshState):
 
 class MeshOptimizerState(_MeshState):
     def __init__(
-        self, parallel: ParallelModel, keeper: MeshKeeper | None, optimizer: Optimizer
+        self, parallel: ParallelModel, sync: MeshSync | None, optimizer: Optimizer
     ) -> None:
-        super().__init__(parallel, keeper)
+        super().__init__(parallel, sync)
         self._optimizer = optimizer
 
     def rank_state(self) -> dict[str, Any]:

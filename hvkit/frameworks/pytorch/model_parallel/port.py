@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.model_parallel.init_recording import (
     recording_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
-    MeshKeeper,
+    MeshSync,
     MeshModelState,
     MeshOptimizerState,
 )
@@ -35,7 +35,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Keeper, Options, Record
+from hvkit.sync.port import Sync, Options, Record
 
 
 class MeshPort(PyTorchPort):
@@ -46,7 +46,7 @@ class MeshPort(PyTorchPort):
     """
 
     _recording: InitRecording | None = None
-    _keeper: MeshKeeper | None = None
+    _sync: MeshSync | None = None
 
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], options: Options
@@ -115,7 +115,7 @@ class MeshPort(PyTorchPort):
         for optimizer in self.optimizers:
             broadcast_optimizer(optimizer, group)
 
-    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Keeper | None]:
+    def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         self._synchronise_batch_norm()
         name = self.options.group.numbered("hvkit")
         hooks = {each: UpdateHooks() for each in self.optimizers}
@@ -123,7 +123,7 @@ class MeshPort(PyTorchPort):
             gradients = NonFiniteInMesh(self.options.on_nonfinite, self.model)
             for optimizer, around in hooks.items():
                 gradients.attach(optimizer, around)
-        self._keeper = self._new_keeper()
+        self._sync = self._new_sync()
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         parallel = ParallelModel(
             self.model,
@@ -132,7 +132,7 @@ class MeshPort(PyTorchPort):
             torch.device("cpu" if gpu is None else f"cuda:{gpu}"),
             name,
             functools.partial(self._train_part, hooks, name),
-            (lambda: None) if self._keeper is None else self._keeper.load_pending,
+            (lambda: None) if self._sync is None else self._sync.load_pending,
             self._recording,
             self._rounded(),
         )
@@ -152,15 +152,15 @@ class MeshPort(PyTorchPort):
         of_model = Record(
             gathered=functools.partial(ParallelModel.gathered, proxy),
             numbers=proxy,
-            sharded=MeshModelState(proxy, self._keeper),
-            sharded_keeper=self._keeper,
+            sharded=MeshModelState(proxy, self._sync),
+            sharded_sync=self._sync,
         )
         of_optimizers: list[tuple[Any, Record]] = []
         for optimizer, found in self._attach(hooks, divided=True):
             its: Any = weakref.proxy(optimizer)
-            sharded = MeshOptimizerState(proxy, self._keeper, its)
+            sharded = MeshOptimizerState(proxy, self._sync, its)
             of_optimizers.append((optimizer, replace(found, sharded=sharded)))
-        return [(self.model, of_model), *of_optimizers], self._keeper
+        return [(self.model, of_model), *of_optimizers], self._sync
 
     def _rounded(self) -> Literal["gradients", "weights", "nothing"]:
         """The means over ranks with the same part that two stages would round differently.
@@ -175,7 +175,7 @@ class MeshPort(PyTorchPort):
             return "gradients" if compressed or ranks > 2 else "nothing"
         return "weights" if compressed else "nothing"
 
-    def _new_keeper(self) -> MeshKeeper | None:
+    def _new_sync(self) -> MeshSync | None:
         strategy, compression = self.options.strategy, self.options.compression
         if self.options.group.size == 1 or self.mesh.mesh.shard > 1:
             return None
@@ -184,7 +184,7 @@ class MeshPort(PyTorchPort):
             if sent is None or not sent.keeps_state:
                 return None
         names = [name for name, _ in self.model.named_parameters()]
-        return MeshKeeper(strategy, compression, self.mesh, names)
+        return MeshSync(strategy, compression, self.mesh, names)
 
     def _train_part(
         self,
@@ -203,17 +203,17 @@ class MeshPort(PyTorchPort):
                 )
         elif self.options.group.size > 1:
             self.parameters = own
-            keeper = self._keep_weights_in_step(
+            sync = self._keep_weights_in_step(
                 hooks,
                 name,
                 self._averaged_statistics(norms),
                 follows_passes=self.mesh.mesh.pipeline == 1,
             )
-            if self._keeper is not None:
+            if self._sync is not None:
                 parallel = self._parallel
-                assert keeper is not None
+                assert sync is not None
                 assert parallel.state is not None
-                self._keeper.divided(keeper, parallel.state, list(own), parallel.layout)
+                self._sync.divided(sync, parallel.state, list(own), parallel.layout)
         self._let_hooks_wait(own)
         return self._begin_pass
 

@@ -228,7 +228,7 @@ def strategy_arrays(
     full: Mapping[str, Mapping[str, torch.Tensor]],
     number: Mapping[str, int],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """A strategy's state as one process would save it, and ``RoundKeeper.state`` returns it.
+    """A strategy's state as one process would save it, and ``RoundSync.state`` returns it.
 
     The counts belong to no parameter. ``full`` has by parameter the strategy's tensors of its
     shape, and whether ranks have trained it since they agreed on it.
