@@ -32,11 +32,11 @@ from hvkit.sync.port import (
     BATCH_NORMS,
     NONFINITE_ACTIONS,
     BatchNorm,
-    Sync,
     OnNonfinite,
     Options,
     Port,
     Record,
+    Sync,
     is_distributed,
     remember,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from hvkit.communication.collectives import raise_together
 from hvkit.registry import JAX, KERAS_ON_PYTORCH, framework_of, keras_framework
 from hvkit.runtime import size
-from hvkit.sync.port import Record, syncs_of, record_of, refuse_groups
+from hvkit.sync.port import Record, record_of, refuse_groups, syncs_of
 from hvkit.watch.calls import call_within, named
 
 

@@ -20,7 +20,7 @@ from hvkit.checkpoint.saved_object import (
 from hvkit.checkpoint.saving import Writer
 from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
-from hvkit.communication.collectives import require_equal, gather_or_raise
+from hvkit.communication.collectives import gather_or_raise, require_equal
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.sync.fingerprints import require_same, warn_of_unlike

@@ -14,7 +14,7 @@ from hvkit.checkpoint.keras import OptimizerPart
 from hvkit.communication import collectives
 from hvkit.frameworks.keras.backends import ON_TENSORFLOW
 from hvkit.frameworks.keras.optimizers import inner_optimizer, leaves_out_updates, parts_of
-from hvkit.sync.port import syncs_of, skipped_steps
+from hvkit.sync.port import skipped_steps, syncs_of
 from hvkit.watch.preemption import PREEMPTION
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hvkit.log import logger
 from hvkit.monitor.monitor import Monitor
 from hvkit.random_states import Arrays
 from hvkit.registry import JAX, KERAS_ON_TENSORFLOW, framework_of
-from hvkit.sync.port import Sync, Sharded, ShardedSync, syncs_of
+from hvkit.sync.port import Sharded, ShardedSync, Sync, syncs_of
 
 # Every checkpoint has files manifest.json and ranks.npz, and the latter an entry "random".
 _RESERVED = ("manifest", "random", "ranks")

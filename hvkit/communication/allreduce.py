@@ -95,7 +95,9 @@ def allreduce(value: Any, op: Operation = "mean") -> Any:
     except Exception as error:  # of any type: the other ranks must not wait for this one
         problem = error
     facts = "a number" if local is None else f"{local.dtype} of shape {local.array.shape}"
-    gathered = gather_or_raise("allreduce", problem, (f"{op!r} of {facts}", value if number else None))
+    gathered = gather_or_raise(
+        "allreduce", problem, (f"{op!r} of {facts}", value if number else None)
+    )
     _require_same([facts for facts, _ in gathered])
     if local is None:
         return _of_numbers([number for _, number in gathered], op)

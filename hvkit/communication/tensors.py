@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from hvkit.communication.collectives import gather, pickled, gather_or_raise, undivided, unpickled
+from hvkit.communication.collectives import gather, gather_or_raise, pickled, undivided, unpickled
 from hvkit.errors import RanksDisagreeError
 from hvkit.registry import gather_module, in_graph, tensor_in
 from hvkit.runtime import size

@@ -43,7 +43,7 @@ from hvkit.log import logger
 from hvkit.mesh import Mesh
 from hvkit.strategies import FullyShard, ShardedOptimizer
 from hvkit.strategies.strategy import Rounds
-from hvkit.sync.port import Sync, Options, Record
+from hvkit.sync.port import Options, Record, Sync
 
 
 class JaxPort:

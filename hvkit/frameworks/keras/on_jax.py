@@ -42,7 +42,7 @@ from hvkit.frameworks.keras.fit import FitState, use_callbacks_of_this_rank
 from hvkit.frameworks.keras.jax_refusals import refuse_others
 from hvkit.frameworks.keras.optimizers import scale_rates, updating
 from hvkit.learning_rate import Multiplier
-from hvkit.sync.port import Sync, Options, Record
+from hvkit.sync.port import Options, Record, Sync
 from hvkit.watch import calls
 
 # The methods that take data, and those that take one batch.

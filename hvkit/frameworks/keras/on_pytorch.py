@@ -42,7 +42,7 @@ from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer, ShardedOptimizer, Synchronous
 from hvkit.strategies.strategy import Rounds
 from hvkit.sync.local_weights import LocalWeightsSync
-from hvkit.sync.port import Sync, Options, Record, begin_with_weights, remember
+from hvkit.sync.port import Options, Record, Sync, begin_with_weights, remember
 from hvkit.watch.calls import call
 
 

@@ -63,7 +63,7 @@ from hvkit.host.run_reports import timeline_wanted
 from hvkit.runtime import Group
 from hvkit.strategies import ParameterServer
 from hvkit.strategies.strategy import Averaging, Rounds
-from hvkit.sync.port import Sync, Options, Record, warn_of_own_batches
+from hvkit.sync.port import Options, Record, Sync, warn_of_own_batches
 from hvkit.watch.spans import WAITING, mark
 
 _SYNC = "_hvkit_sync"

@@ -52,7 +52,7 @@ from hvkit.learning_rate import Multiplier
 from hvkit.strategies import FullyShard, ParameterServer, ShardedOptimizer
 from hvkit.strategies.strategy import Averaging, Rounds
 from hvkit.sync.parameter_server_client import ServerSync
-from hvkit.sync.port import Sync, Options, Record, warn_of_own_batches
+from hvkit.sync.port import Options, Record, Sync, warn_of_own_batches
 from hvkit.sync.rounds import RoundSync
 
 # Bytes of parameters after which it is worth looking for models that the script has dropped.

@@ -28,7 +28,7 @@ from hvkit.frameworks.pytorch.torch_distributed import TorchChannel
 from hvkit.mesh import MeshOptions, rows
 from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
-from hvkit.sync.port import Sync, Record, remember
+from hvkit.sync.port import Record, Sync, remember
 
 
 class PyTorchTensors(Tensors):

@@ -26,7 +26,7 @@ from hvkit.mesh import MeshOptions
 from hvkit.pipeline.messages import Channel
 from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Sync, Record
+from hvkit.sync.port import Record, Sync
 
 
 class TensorFlowTensors(Tensors):

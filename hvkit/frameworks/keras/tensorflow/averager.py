@@ -48,7 +48,7 @@ from hvkit.frameworks.keras.tensorflow.wire import (
 from hvkit.main_rank import warn_once
 from hvkit.runtime import Group
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.compression_state import Arrays, CompressionSync, CompressionState
+from hvkit.sync.compression_state import Arrays, CompressionState, CompressionSync
 from hvkit.watch.calls import call, waiting_for_all_ranks
 from hvkit.watch.rank_errors import for_graph
 

@@ -23,9 +23,9 @@ from hvkit.frameworks.pytorch.model_parallel.init_recording import (
     recording_of,
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_checkpoints import (
-    MeshSync,
     MeshModelState,
     MeshOptimizerState,
+    MeshSync,
 )
 from hvkit.frameworks.pytorch.model_parallel.mesh_gradients import NonFiniteInMesh
 from hvkit.frameworks.pytorch.model_parallel.parallel_model import ParallelModel
@@ -35,7 +35,7 @@ from hvkit.frameworks.pytorch.refusals import is_divided, refuse_sparse
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.runtime import all_ranks
 from hvkit.strategies.strategy import Averaging
-from hvkit.sync.port import Sync, Options, Record
+from hvkit.sync.port import Options, Record, Sync
 
 
 class MeshPort(PyTorchPort):
