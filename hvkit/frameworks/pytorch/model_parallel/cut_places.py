@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,8 +133,9 @@ class ForwardTrace(EachOperation):
         self.value_readers: dict[str, None] = {}
         self.read_error: Exception | None = None
         self.begun: dict[str, int] = {}  # by module, when its first call began
-        # When a tensor was used and made; the tensor itself, so that no other one gets its id.
-        self._tensor_uses: list[tuple[int, int, torch.Tensor]] = []
+        # By when a tensor was made, and its id: when it was used last, and the tensor itself, so
+        # that no other one gets its id.
+        self._last_uses: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         # When memory was changed in place, and the number of its storage.
         self._changes: list[tuple[int, int]] = []
         # By storage that an operation has filled with results of weights: when, and the tensor.
@@ -184,10 +186,10 @@ class ForwardTrace(EachOperation):
                 if not _depends(t):  # PyTorch does not show what an autograd Function returns
                     setattr(t, _BORN, self.time - 1)
                     of_batch = True
-                self._tensor_uses.append((self.time, getattr(t, _BORN), t))
+                self._last_uses[getattr(t, _BORN), id(t)] = self.time, t
                 depends = True
             elif (filled := self._filled.get(storage_of(t))) is not None:
-                self._tensor_uses.append((self.time, *filled))
+                self._last_uses[filled[0], id(filled[1])] = self.time, filled[1]
         return depends, of_batch
 
     def _note_change(self, t: torch.Tensor, depends: bool) -> None:
@@ -205,7 +207,7 @@ class ForwardTrace(EachOperation):
     def note_result(self, tree: Any) -> None:
         """Note the result of the forward, which is used after its end."""
         for t in filter(_depends, tensors_in(tree)):
-            self._tensor_uses.append((self.time + 1, getattr(t, _BORN), t))
+            self._last_uses[getattr(t, _BORN), id(t)] = self.time + 1, t
 
     def note_value_read(self, error: Exception) -> None:
         self.value_reads.append(self.time)
@@ -319,8 +321,22 @@ class ForwardTrace(EachOperation):
         return found
 
     def _crossing(self, time: int, since: int = -1) -> dict[int, torch.Tensor]:
-        """The tensors made after ``since`` and up to ``time``, and used after it, by their ids."""
-        return {id(t): t for used, born, t in self._tensor_uses if since < born <= time < used}
+        """The tensors made after ``since`` and up to this end of a call, and used later, by id."""
+        return {id(t): t for born, _, t in self._crossings[time] if born > since}
+
+    @cached_property
+    def _crossings(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
+        """By end of a call, tensors made up to then and used later: when made, used last."""
+        later = [(born, *last) for (born, _), last in self._last_uses.items()]
+        later.sort(key=lambda each: each[0], reverse=True)
+        found: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+        made: list[tuple[int, int, torch.Tensor]] = []
+        for time in (call.time for call in self._calls):
+            while later and later[-1][0] <= time:
+                made.append(later.pop())
+            found[time] = [each for each in made if each[1] > time]
+            made = found[time].copy()
+        return found
 
     def _is_changed(self, t: torch.Tensor, begin: int, end: int) -> bool:
         """Whether the memory of a tensor is changed in place after ``begin``, and up to ``end``."""
