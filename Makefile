@@ -193,17 +193,17 @@ oldest: machine
 	KERAS_BACKEND=torch $(call RANKS,2) $(ALL) $(ON_PYTORCH)
 	python -m pytest tests/unit/data
 
-# Wheels of Horovod for the frameworks and the MPI of .venv, one for each that is there, and their index:
+# Wheels of Horovod for the MPI of .venv, one for all its frameworks and one for each, and their index:
 # for `hvkit install-horovod --wheels build/wheels` elsewhere. SYSROOT is a folder from
 # docker/old_c_library.sh: the wheels then run on older distributions than this one.
 WHEELS ?= build/wheels
 SYSROOT ?=
 INSTALLED := from hvkit.build.frameworks import find_frameworks; print(*[found.name for found in find_frameworks()])
 wheels: $(VENV)/installed
-	names=$$(python -c '$(INSTALLED)') && for name in $$names; do \
-		others=; for other in $$names; do [ $$other = $$name ] || others="$$others --without $$other"; done; \
+	names=$$(python -c '$(INSTALLED)') || exit 1; set -- $$names; [ $$# -gt 1 ] || names=; \
+	for left_out in '' $$names; do \
 		$(if $(SYSROOT),CXX="$$(docker/old_c_library.sh --compiler $(SYSROOT))") \
-		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install $$others \
+		PIP_CONSTRAINT=constraints.txt hvkit install-horovod --no-install $${left_out:+--without $$left_out} \
 		--gpu $(HVKIT_GPU) --wheel-dir $(WHEELS) || exit 1; done
 
 docs: .venv-docs/installed

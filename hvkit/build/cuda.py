@@ -9,14 +9,17 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hvkit.build.build_output import announce, run_pip
 from hvkit.build.frameworks import InstalledFramework
 from hvkit.errors import BuildError
 from hvkit.host.system import cache_dir, run
+
+T = TypeVar("T")
 
 CHOICES = ("auto", "none", "nccl")
 DEFAULT_HOME = "/usr/local/cuda"
@@ -92,11 +95,7 @@ def toolkit_for(
     version = cuda_for(choice, frameworks, environ)
     if version is None:
         return None
-    try:
-        return toolkit_of(version, environ)
-    except BuildError as error:
-        _refuse_or_say(choice, error, environ)
-        return None
+    return _if_possible(choice, environ, lambda: toolkit_of(version, environ))
 
 
 def cuda_for(
@@ -111,21 +110,20 @@ def cuda_for(
         return None
     if choice == "auto" and not _requires_nccl(environ) and not has_nvidia_gpu():
         return None
+    return _if_possible(choice, environ, lambda: _cuda_version(frameworks))
+
+
+def _if_possible(choice: str, environ: Mapping[str, str], find: Callable[[], T]) -> T | None:
     try:
-        return _cuda_version(frameworks)
+        return find()
     except BuildError as error:
-        _refuse_or_say(choice, error, environ)
+        if choice == "nccl" or _requires_nccl(environ):
+            raise BuildError(f"a build for NCCL is not possible: {error}") from None
+        announce(
+            f"there is a GPU, but this build is without NCCL: {error}. Until then, reductions of "
+            "GPU tensors go through the host's memory"
+        )
         return None
-
-
-def _refuse_or_say(choice: str, error: BuildError, environ: Mapping[str, str]) -> None:
-    """Say why there is no NCCL; raise where it is required."""
-    if choice == "nccl" or _requires_nccl(environ):
-        raise BuildError(f"a build for NCCL is not possible: {error}") from None
-    announce(
-        f"there is a GPU, but this build is without NCCL: {error}. Until then, reductions of "
-        "GPU tensors go through the host's memory"
-    )
 
 
 def toolkit_of(version: str, environ: Mapping[str, str] = os.environ) -> Toolkit:

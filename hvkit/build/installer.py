@@ -15,19 +15,28 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 
 from hvkit.build import ready_wheels
-from hvkit.build.abi import FILE, Abi, Machine, minors_between, misfits
 from hvkit.build.build_output import announce, explain, run_pip
 from hvkit.build.builder import build, default_jobs
 from hvkit.build.cuda import cuda_for, toolkit_for
 from hvkit.build.frameworks import distribution, find_frameworks
 from hvkit.build.horovod_patches import VERSION
-from hvkit.build.ready_wheels import Choice, shown
+from hvkit.build.ready_wheels import ReadyWheel, shown
 from hvkit.build.toolchain import Toolchain, find_launching_mpi, find_toolchain
-from hvkit.build.wheels import find_wheel, join, key_of, lock, require_writable_cache
+from hvkit.build.wheels import (
+    FILE,
+    Abi,
+    Machine,
+    find_wheel,
+    key_of,
+    lock,
+    minors_between,
+    misfits,
+    require_writable_cache,
+)
 from hvkit.errors import BuildError, is_of_full_disk
 from hvkit.host.system import claim, run
 
-# Two wheels of one framework may fit: one for its version, one for a neighbour of it.
+# Two wheels may fit: one for the version of PyTorch, one for a neighbour of it.
 _TRIES = 2
 # Seconds between two looks at whether another process has ended.
 _TICK = 0.2
@@ -127,20 +136,20 @@ def _install_ready(source: str, options: BuildOptions) -> bool:
     machine = Machine(frameworks, mpi, cuda_for(options.gpu, frameworks), os.environ)
     installed = installed_abi()
     try:
-        found, refused = ready_wheels.choices(source, machine)
+        found, refused = ready_wheels.fitting(source, machine)
     except BuildError as error:
         announce(f"{error}; so Horovod is built here")
         return False
     if serves(installed, machine) or (found and installed == found[0].abi):
         announce(f"a Horovod {VERSION} that fits is installed already")
         return True
-    for choice in found[:_TRIES]:
+    for wheel in found[:_TRIES]:
         try:
-            _install_choice(choice, source)
-            announce(f"Horovod {VERSION} is installed from {choice}")
+            _install_tried(wheel, source)
+            announce(f"Horovod {VERSION} is installed from {wheel.name}")
             return True
         except BuildError as error:
-            refused.append(f"{choice}: {error}")
+            refused.append(f"{wheel.name}: {error}")
     announce(f"no wheel in {shown(source)} fits; so Horovod is built here")
     for reason in refused or ["there are no wheels"]:
         announce(f"    {reason}")
@@ -157,13 +166,12 @@ def serves(abi: Abi | None, machine: Machine) -> bool:
     )
 
 
-def _install_choice(choice: Choice, source: str) -> None:
-    """Install these wheels as one, once two ranks have tried it."""
+def _install_tried(wheel: ReadyWheel, source: str) -> None:
+    """Install a wheel once two ranks have tried it."""
     with tempfile.TemporaryDirectory() as folder:
-        wheels = [ready_wheels.fetch(wheel, source, Path(folder)) for wheel in choice.wheels]
-        wheel = join(wheels, Path(folder, "joined"))
-        _try(wheel, Path(folder, "tried"))
-        install(wheel)
+        path = ready_wheels.fetch(wheel, source, Path(folder))
+        _try(path, Path(folder, "tried"))
+        install(path)
 
 
 def _try(wheel: Path, folder: Path) -> None:

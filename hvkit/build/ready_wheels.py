@@ -1,6 +1,6 @@
 """Wheels that are built already, in a folder or behind a URL, and which of them fit here.
 
-The folder has an index, ``wheels.json``: each wheel's file name, SHA-256 and facts (``abi.Abi``).
+The folder has an index, ``wheels.json``: each wheel's file name, SHA-256 and facts (``Abi``).
 ``add`` writes it. So a machine downloads only what fits, and refuses without loading what does not.
 
 A wheel is a program, so nobody on the way may change it: every URL is https, also those that a
@@ -18,18 +18,15 @@ import shutil
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
 from filelock import FileLock
 
-from hvkit.build.abi import Abi, Machine, minors_between, misfits
 from hvkit.build.frameworks import title
-from hvkit.build.wheels import facts_of, joined_facts
+from hvkit.build.wheels import Abi, Machine, facts_of, minors_between, misfits
 from hvkit.errors import BuildError
 
 INDEX = "wheels.json"
@@ -66,20 +63,6 @@ class ReadyWheel:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(sha256, str):
             raise BuildError("it names no wheel")
         return cls(name, sha256, Abi.of(entry["abi"]))
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Wheels that serve all frameworks of a machine together."""
-
-    wheels: tuple[ReadyWheel, ...]
-
-    @property
-    def abi(self) -> Abi:
-        return joined_facts([wheel.abi for wheel in self.wheels])
-
-    def __str__(self) -> str:
-        return " and ".join(wheel.name for wheel in self.wheels)
 
 
 def require_writable(folder: Path) -> None:
@@ -119,12 +102,12 @@ def _lock(folder: Path) -> FileLock:
     return FileLock(folder / f".{INDEX}.lock")
 
 
-def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
-    """The choices of wheels for a machine, the best first; and why other wheels do not fit.
+def fitting(source: str, machine: Machine) -> tuple[list[ReadyWheel], list[str]]:
+    """The wheels that serve all frameworks of a machine, the best first; why others do not fit.
 
     The source is a folder or the URL of one.
     """
-    fitting, refused = [], []
+    found, refused = [], []
     for entry in _entries(source):
         try:
             wheel = ReadyWheel.of(entry)
@@ -132,16 +115,13 @@ def choices(source: str, machine: Machine) -> tuple[list[Choice], list[str]]:
             name = entry.get("name") if isinstance(entry, dict) else entry
             refused.append(f"{str(name)[:100]!r} in {INDEX}: {error}")
             continue
-        if reasons := misfits(wheel.abi, machine):
+        lacking = [f for f in machine.frameworks if f.name not in wheel.abi.frameworks]
+        reasons = misfits(wheel.abi, machine) + [f"it is not for {title(f.name)}" for f in lacking]
+        if reasons:
             refused.append(f"{wheel.name}: {reasons[0]}")
         else:
-            fitting.append(wheel)
-    wanted = [framework.name for framework in machine.frameworks]
-    found = list(_covers(wanted, fitting))
-    if not found:
-        served = {name for wheel in fitting for name in wheel.abi.frameworks}
-        refused += [f"no wheel for {title(name)} fits" for name in wanted if name not in served]
-    return sorted(found, key=lambda choice: _distance(choice, machine)), refused
+            found.append(wheel)
+    return sorted(found, key=lambda wheel: _distance(wheel, machine)), refused
 
 
 def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
@@ -161,25 +141,9 @@ def fetch(wheel: ReadyWheel, source: str, folder: Path) -> Path:
     return path
 
 
-def _covers(wanted: Sequence[str], wheels: Sequence[ReadyWheel]) -> Iterator[Choice]:
-    """Every way to serve each framework once, fewest wheels first."""
-
-    def serving(*names: str) -> list[ReadyWheel]:
-        return [wheel for wheel in wheels if wheel.abi.frameworks.keys() == set(names)]
-
-    yield from (Choice((wheel,)) for wheel in serving(*wanted))
-    if len(wanted) > 1:
-        yield from map(Choice, product(*map(serving, wanted)))
-
-
-def _distance(choice: Choice, machine: Machine) -> tuple[int, int]:
-    between = [
-        minors_between(built, framework.version) or 0
-        for wheel in choice.wheels
-        for name, built in wheel.abi.frameworks.items()
-        if (framework := machine.framework(name)) is not None
-    ]
-    return sum(between), len(choice.wheels)
+def _distance(wheel: ReadyWheel, machine: Machine) -> int:
+    built = wheel.abi.frameworks
+    return sum(minors_between(built[f.name], f.version) or 0 for f in machine.frameworks)
 
 
 def _entries(source: str) -> list[Any]:

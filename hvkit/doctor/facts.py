@@ -27,12 +27,11 @@ from typing import Any
 
 import psutil
 
-from hvkit.build.abi import Machine
 from hvkit.build.cuda import DEFAULT_HOME, toolkit_for
 from hvkit.build.frameworks import DISTRIBUTIONS, MODULES, NAMES, cuda_version, distribution
 from hvkit.build.installer import installed_abi, installed_version, serves, unmet
 from hvkit.build.toolchain import Toolchain, find_toolchain
-from hvkit.build.wheels import key_of, stored_ingredients
+from hvkit.build.wheels import Machine, key_of, stored_ingredients
 from hvkit.errors import BuildError, LaunchError
 from hvkit.host.hardware import cgroup_limits, free_memory, gpus, soft_limit
 from hvkit.host.network import addresses_of, interfaces

@@ -6,6 +6,7 @@ from pathlib import Path
 import lighter_keras  # noqa: F401
 import pytest
 from hypothesis import settings
+from scripts import write_program
 
 # A busy machine fails no test for being slow.
 settings.register_profile("hvkit", deadline=None)
@@ -54,10 +55,7 @@ def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> Path:
     folder = tmp_path / "slurm"
-    folder.mkdir(exist_ok=True)
     for name, text in programs.items():
-        program = folder / name
-        program.write_text(text)
-        program.chmod(0o755)
+        write_program(folder / name, text)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder

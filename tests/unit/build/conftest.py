@@ -6,12 +6,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from scripts import write_program
 
 from hvkit.build import installer
-from hvkit.build.abi import Abi, Machine
 from hvkit.build.frameworks import InstalledFramework
 from hvkit.build.horovod_patches import PATCHES, VERSION, patches_digest
 from hvkit.build.toolchain import Compiler, Mpi, Toolchain
+from hvkit.build.wheels import Abi, Machine
 from hvkit.errors import BuildError
 
 
@@ -60,14 +61,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     # The search for mpicxx goes on in the folder of this Python.
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python" / "python"))
-
-    def write(name, body=""):
-        path = folder / name
-        path.write_text(f"#!/bin/sh\n{body}\n")
-        path.chmod(0o755)
-        return path
-
-    return write
+    return lambda name, body="": write_program(folder / name, body)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import zipfile
 
-from hvkit.build.abi import FILE
+from hvkit.build.wheels import FILE
 
 
 def wheel_of(abi, folder, version, **libraries):
@@ -16,11 +16,8 @@ def wheel_of(abi, folder, version, **libraries):
         wheel.writestr(f"horovod/{FILE}", abi.text)
         for name, data in libraries.items():
             wheel.writestr(f"horovod/{name}/mpi_lib.so", data)
-            wheel.writestr(f"{about}/{name}", "")
-        needed = "".join(f"Requires-Dist: needed-by-{name}\n" for name in libraries)
         wheel.writestr(
-            f"{about}/METADATA",
-            f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n{needed}\nText",
+            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n\nText"
         )
         wheel.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nTag: cp311-cp311-{abi.platform}\n")
         wheel.writestr(f"{about}/RECORD", "")

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from scripts import write_program
 
 from hvkit.build import cuda
 from hvkit.build.cuda import (
@@ -25,19 +26,15 @@ def make_toolkit(home, version="13.0", libraries="lib64"):
     for file in ("include/cuda_runtime.h", *(f"{libraries}/{name}" for name in LIBRARIES)):
         (home / file).parent.mkdir(parents=True, exist_ok=True)
         (home / file).touch()
-    nvcc = home / "bin" / "nvcc"
-    nvcc.parent.mkdir()
     # The real nvcc prints its own folder on stderr with --dryrun.
-    nvcc.write_text(
-        "#!/bin/sh\n"
+    return write_program(
+        home / "bin" / "nvcc",
         'case "$1" in\n'
         f'--version) echo "Cuda compilation tools, release {version}, V{version}.88";;\n'
         f'--dryrun) echo "#$ _HERE_={home}/bin" >&2; echo "#$ TOP={home}/bin/.." >&2;;\n'
         "*) exit 1;;\n"
-        "esac\n"
+        "esac",
     )
-    nvcc.chmod(0o755)
-    return nvcc
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from scripts import write_program
 
 from hvkit.build import builder
 from hvkit.build.frameworks import InstalledFramework
@@ -165,7 +166,7 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake
 @pytest.mark.parametrize(("operations", "called"), [("", False), ("NCCL", True)])
 def test_cmake_calls_nvcc_for_gpu_operations_only(patched, tmp_path, operations, called):
     calls = tmp_path / "calls"
-    nvcc = _program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
+    nvcc = write_program(tmp_path / "bin" / "nvcc", f'echo "$*" >> {calls}; exit 1')
     text = (patched / "CMakeLists.txt").read_text()
     start, end = text.index("if(DEFINED ENV{HOROVOD_CUDA_HOME})"), text.index("macro(ADD_CUDA)")
     _configure(
@@ -184,7 +185,7 @@ def test_cmake_calls_nvcc_for_gpu_operations_only(patched, tmp_path, operations,
 def test_pytorch_for_cuda_makes_no_build_for_gpus(patched, tmp_path, operations, built_for):
     # PyTorch's answers beside a CUDA toolkit.
     answers = 'case "$2" in *CUDA_HOME*) echo "2.13.0;True;False;True";; *) echo x;; esac'
-    python = _program(tmp_path / "bin" / "python", answers)
+    python = write_program(tmp_path / "bin" / "python", answers)
     output = _configure(
         tmp_path / "project",
         f"set(HOROVOD_GPU_OPERATIONS {operations})\nset(PY_EXE {python})\n"
@@ -192,13 +193,6 @@ def test_pytorch_for_cuda_makes_no_build_for_gpus(patched, tmp_path, operations,
         'message(STATUS "built for CUDA: ${Pytorch_CUDA}, ${Pytorch_EXT}")\n',
     )
     assert f"built for CUDA: {built_for}" in output
-
-
-def _program(path, body):
-    path.parent.mkdir()
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-    return path
 
 
 def _configure(folder, commands, **environ):

@@ -11,70 +11,61 @@ from pathlib import Path
 
 import pytest
 from fake_wheels import wheel_of
+from scripts import write_program
 
 from hvkit.build import BuildOptions, installer, ready_wheels
-from hvkit.build.abi import Abi
-from hvkit.build.wheels import facts_of, join
+from hvkit.build.wheels import Abi
 from hvkit.errors import BuildError
 
-
-def wheels_apart(abi, folder, pytorch="2.13.0"):
-    """Fill a folder with a wheel for each framework."""
-    modules = {"torch": ("pytorch", pytorch), "tensorflow": ("tensorflow", "2.21.0")}
-    for module, (name, version) in modules.items():
-        facts = replace(abi, frameworks={name: version})
-        local = f"0.28.1+hvkit{name}{version}"
-        wheel = wheel_of(facts, folder.parent / "built", local, **{module: name.encode()})
-        ready_wheels.add(wheel, folder)
+BOTH = {"pytorch": "2.13.0", "tensorflow": "2.21.0"}
 
 
-def test_wheels_made_apart_are_installed_as_one(abi, machine, tmp_path):
-    wheels_apart(abi, tmp_path / "wheels")
-    (choice,), refused = ready_wheels.choices(str(tmp_path / "wheels"), machine)
-    assert refused == []
-    both = join([tmp_path / "wheels" / one.name for one in choice.wheels], tmp_path / "joined")
-    assert facts_of(both).frameworks == {"pytorch": "2.13.0", "tensorflow": "2.21.0"}
-    # pip checks the names, the versions and the list of files.
-    target = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, str(both)], check=True)
-    libraries = {file.parent.name: file.read_bytes() for file in target.rglob("mpi_lib.so")}
-    assert libraries == {"torch": b"pytorch", "tensorflow": b"tensorflow"}
-    about = next(target.glob("*.dist-info/METADATA")).read_text()
-    assert "Requires-Dist: needed-by-torch\n" in about
-    assert "Requires-Dist: needed-by-tensorflow\n" in about
-    assert json.loads((target / "horovod/metadata.json").read_text())["pytorch"] == "2.13.0"
+def add(abi, folder, **frameworks):
+    """Add a wheel for these versions to a folder of wheels."""
+    version = f"0.28.1+hvkit{''.join(frameworks.values())}"
+    facts = replace(abi, frameworks=frameworks)
+    return ready_wheels.add(wheel_of(facts, folder.parent / "built", version), folder)
+
+
+def test_a_machine_takes_the_wheel_for_just_its_frameworks(abi, machine, tmp_path):
+    for frameworks in (BOTH, {"pytorch": "2.13.0"}, {"tensorflow": "2.21.0"}):
+        add(abi, tmp_path / "wheels", **frameworks)
+    for number in (1, 2):
+        fewer = replace(machine, frameworks=machine.frameworks[:number])
+        (wheel,), refused = ready_wheels.fitting(str(tmp_path / "wheels"), fewer)
+        assert [*wheel.abi.frameworks] == [each.name for each in fewer.frameworks]
+        assert len(refused) == 2
+    assert [each.partition(": ")[2] for each in refused] == [
+        "it is not for TensorFlow",
+        "it is not for PyTorch",
+    ]
 
 
 def test_a_wheel_may_lie_in_the_folder_already(abi, machine, tmp_path):
     wheel = wheel_of(abi, tmp_path, "0.28.1+hvkit1")
     assert ready_wheels.add(wheel, tmp_path) == wheel
-    (choice,), _ = ready_wheels.choices(str(tmp_path), machine)
-    assert [one.name for one in choice.wheels] == [wheel.name]
+    (one,), _ = ready_wheels.fitting(str(tmp_path), machine)
+    assert one.name == wheel.name
 
 
 def test_the_same_minor_version_comes_first(abi, machine, tmp_path):
     for version in ("2.12.1", "2.13.1", "2.14.0"):
-        wheels_apart(abi, tmp_path / "wheels", version)
+        add(abi, tmp_path / "wheels", pytorch=version)
     of_pytorch = replace(machine, frameworks=machine.frameworks[:1])
-    found, _ = ready_wheels.choices(str(tmp_path / "wheels"), of_pytorch)
-    built = [choice.wheels[0].abi.frameworks["pytorch"] for choice in found]
-    assert built == ["2.13.1", "2.12.1", "2.14.0"]
+    found, _ = ready_wheels.fitting(str(tmp_path / "wheels"), of_pytorch)
+    assert [one.abi.frameworks["pytorch"] for one in found] == ["2.13.1", "2.12.1", "2.14.0"]
 
 
 @pytest.mark.parametrize(
     ("installed", "left_out"),
-    [("pytorch", [""]), ("pytorch tensorflow", ["--without tensorflow", "--without pytorch"])],
+    [("pytorch", [""]), ("pytorch tensorflow", ["", "--without pytorch", "--without tensorflow"])],
 )
-def test_make_builds_a_wheel_for_each_framework_that_is_installed(tmp_path, installed, left_out):
+def test_make_builds_a_wheel_for_all_frameworks_and_one_for_each(tmp_path, installed, left_out):
     shutil.copy(Path(__file__).parents[3] / "Makefile", tmp_path)
     for name in ("setup.py", "constraints.txt"):
         (tmp_path / name).touch()
-    programs = tmp_path / ".venv" / "bin"
-    programs.mkdir(parents=True)
     for name, line in (("python", f"echo {installed}"), ("hvkit", 'echo "$@" >> built')):
-        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
-        (programs / name).chmod(0o755)
+        write_program(tmp_path / ".venv" / "bin" / name, line)
     (tmp_path / ".venv" / "installed").touch()
     make = ["make", "wheels", "HVKIT_GPU=none", f"PYTHON={sys.executable}"]
     environ = {**os.environ, "CXX": "sh"}
@@ -101,7 +92,7 @@ NO_ENTRIES = [
 
 def test_an_entry_of_another_version_is_refused_alone_and_kept(abi, machine, tmp_path):
     folder = tmp_path / "wheels"
-    wheels_apart(abi, folder)
+    add(abi, folder, **BOTH)
     index = folder / ready_wheels.INDEX
     good = json.loads(index.read_text())
     for changes in NO_ENTRIES:
@@ -109,17 +100,13 @@ def test_an_entry_of_another_version_is_refused_alone_and_kept(abi, machine, tmp
         if isinstance(changes, dict):
             entry = {**good[0], **changes, "abi": {**good[0]["abi"], **changes.get("abi", {})}}
         index.write_text(json.dumps([*good, entry]))
-        (choice,), refused = ready_wheels.choices(str(folder), machine)
-        assert len(choice.wheels) == 2, changes
-        assert len(refused) == 1, changes
+        found, refused = ready_wheels.fitting(str(folder), machine)
+        assert (len(found), len(refused)) == (1, 1), changes
     newer = {**good[0], "abi": {"new": 1}}
-    index.write_text(json.dumps([newer, good[1]]))
+    index.write_text(json.dumps([newer]))
     more = wheel_of(replace(abi, frameworks={"pytorch": "2.14.0"}), tmp_path, "0.28.1+more")
     ready_wheels.add(more, folder)
-    assert [one["name"] for one in json.loads(index.read_text())] == [
-        *(one["name"] for one in (newer, good[1])),
-        more.name,
-    ]
+    assert [one["name"] for one in json.loads(index.read_text())] == [newer["name"], more.name]
 
 
 def test_the_facts_that_are_wrong_are_named(abi):

@@ -33,13 +33,13 @@ def test_a_changed_file_behind_a_url_is_refused(abi, machine, tmp_path):
     folder = http.server.SimpleHTTPRequestHandler
     with serving(functools.partial(folder, directory=str(made.parent))) as port:
         url = f"http://127.0.0.1:{port}"
-        (choice,), _ = ready_wheels.choices(url, machine)
-        kept = ready_wheels.fetch(choice.wheels[0], url, tmp_path)
+        (one,), _ = ready_wheels.fitting(url, machine)
+        kept = ready_wheels.fetch(one, url, tmp_path)
         assert kept.read_bytes() == made.read_bytes()
         with zipfile.ZipFile(made, "a") as wheel:
             wheel.writestr("horovod/evil.py", "")
         with pytest.raises(BuildError, match=r"is not the file of wheels\.json: its SHA-256 is"):
-            ready_wheels.fetch(choice.wheels[0], url, tmp_path)
+            ready_wheels.fetch(one, url, tmp_path)
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripts import write_program
 
 from hvkit.build import toolchain as toolchain_module
 from hvkit.build.frameworks import InstalledFramework
@@ -124,10 +125,8 @@ def fetched(monkeypatch):
 
     def install(arguments, summary):
         requirements.append(arguments[-1])
-        binary = Path(arguments[arguments.index("--target") + 1], "cmake/data/bin/cmake")
-        binary.parent.mkdir(parents=True)
-        binary.write_text("#!/bin/sh\necho cmake version 3.31.6\n")
-        binary.chmod(0o755)
+        target = Path(arguments[arguments.index("--target") + 1])
+        write_program(target / "cmake/data/bin/cmake", "echo cmake version 3.31.6")
 
     monkeypatch.setattr(toolchain_module, "run_pip", install)
     monkeypatch.delenv("HOROVOD_CMAKE", raising=False)

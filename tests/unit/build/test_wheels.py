@@ -2,12 +2,16 @@
 
 import fcntl
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_wheels import wheel_of
 
 from hvkit.build import wheels
 from hvkit.build.cuda import Toolkit
@@ -94,6 +98,28 @@ def test_cpu_features_are_those_that_the_build_uses(tmp_path):
     cpuinfo.write_text("processor : 0\nflags\t\t: fpu sse2 fma avx avx2\n")
     assert cpu_features(cpuinfo) == ["avx", "fma"]
     assert cpu_features(tmp_path / "nowhere") == []
+
+
+def test_pip_installs_a_wheel_with_its_facts_and_its_platform(
+    abi, toolchain, tmp_path, monkeypatch
+):
+    fresh = wheel_of(abi, tmp_path, "0.28.1+hvkit1", torch=b"library")
+    facts, read = replace(abi, platform="manylinux_2_17_x86_64"), []
+    monkeypatch.setattr(wheels, "abi_of", lambda libraries, *_: read.extend(libraries) or facts)
+    wheel = wheels.with_facts(fresh, toolchain, NOTHING)
+    assert [Path(each).name for each in read] == ["mpi_lib.so"]
+    assert wheel.name == "horovod-0.28.1+hvkit1-cp311-cp311-manylinux_2_17_x86_64.whl"
+    assert wheels.facts_of(wheel) == facts
+    assert not fresh.exists()
+    # pip checks the name, the version, the tag and the list of files.
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    library = site / "horovod" / "torch" / "mpi_lib.so"
+    assert library.read_bytes() == b"library"
+    assert os.access(library, os.X_OK)
+    (about,) = site.glob("*.dist-info")
+    assert "Tag: cp311-cp311-manylinux_2_17_x86_64\n" in (about / "WHEEL").read_text()
 
 
 KEY = Key({"horovod": "0.28.1", "pytorch": "2.13.0"})

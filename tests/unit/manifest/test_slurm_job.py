@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scripts import write_program
 
 from hvkit.manifest import systems
 
@@ -69,9 +70,7 @@ def test_with_restarts_the_job_outlives_a_host_and_gets_sigterm_before_its_end(s
 
 def executed(script, folder):
     """The arguments that ``hvkit`` gets when bash runs the script."""
-    fake = folder / "hvkit"
-    fake.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n", encoding="utf-8")
-    fake.chmod(0o755)
+    write_program(folder / "hvkit", "printf '%s\\0' \"$@\"")
     script = script.replace(f"export PATH={Path(sys.executable).parent}:", f"PATH={folder}:")
     assert f"PATH={folder}:" in script
     ran = subprocess.run(

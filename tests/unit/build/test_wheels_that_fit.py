@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvkit.build import abi as abi_module
-from hvkit.build.abi import misfits
+from hvkit.build import wheels
 from hvkit.build.frameworks import InstalledFramework
+from hvkit.build.wheels import misfits
 
 
 def installed(**versions):
@@ -74,7 +74,7 @@ def test_another_wheel_is_refused_with_the_reason(abi, machine, of_wheel, reason
 def test_the_tag_is_that_of_the_oldest_c_library_that_will_do():
     here = sysconfig.get_platform().rpartition("-")[2]
     old = "NEEDED libmpi.so.40\n 0x1 0x00 05 GLIBC_2.14\n 0x1 0x00 04 GLIBCXX_3.4.21\n"
-    assert abi_module._platform(old) == f"manylinux_2_17_{here}"
-    assert abi_module._platform(f"{old} GLIBCXX_3.4.28\n") == f"manylinux_2_31_{here}"
+    assert wheels._platform(old) == f"manylinux_2_17_{here}"
+    assert wheels._platform(f"{old} GLIBCXX_3.4.28\n") == f"manylinux_2_31_{here}"
     # No C library here is as new: pip would refuse the wheel where it was built.
-    assert abi_module._platform(f"{old} GLIBC_2.99\n") == f"linux_{here}"
+    assert wheels._platform(f"{old} GLIBC_2.99\n") == f"linux_{here}"
