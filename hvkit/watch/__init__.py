@@ -80,7 +80,7 @@ def start(
         hub.start()
     else:
         watcher = reporter = Reporter(rank, limits, shut_down)
-        reporter.start(channel.Endpoint.from_json(bytes(from_rank_0(None)).decode()))
+        reporter.start(channel.Endpoint.from_json(bytes(from_rank_0(None))))
     rank_errors.install(watcher)
     threads.before_end.append(watcher.thread_failed)
     PREEMPTION.several_ranks()

@@ -13,11 +13,11 @@ import functools
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from hvkit import threads
 from hvkit.host.run_reports import listened_to, report, timeline_wanted
@@ -63,42 +63,51 @@ class Status:
     ranks: tuple[int, ...] = ()  # those that the call needs, with this one; none for all
 
 
+class _ScriptCall(NamedTuple):
+    """A call that a thread is in."""
+
+    name: str = ""
+    step: int | None = None
+    key: str = ""
+    handling: str = ""
+
+    def __str__(self) -> str:
+        return self.name if self.step is None else f"{self.name} of step {self.step}"
+
+
+_NO_CALL = _ScriptCall()
+
+
+@dataclass(slots=True)
 class _ThreadRecord:
     """The current call of a thread of the script; only that thread writes it."""
 
-    def __init__(self, ident: int) -> None:
-        self.ident = ident
-        self.call = ""
-        self.step: int | None = None
-        self.key = ""
-        self.before = ""
-        self.handling = ""
-        self.serial = 0
-        self.waits = 0
-        self.ranks: tuple[int, ...] = ()
-        self.since = time.monotonic()
-        self.wait_begun = self.since
-        # Counts the beginnings and ends of calls and waits.
-        self.turns = 0
+    ident: int
+    call: _ScriptCall = _NO_CALL
+    before: str = ""  # the key of the previous call
+    serial: int = 0
+    turns: int = 0  # beginnings and ends of calls and waits
+    waits: int = 0  # one inside the other
+    ranks: tuple[int, ...] = ()
+    since: float = field(default_factory=time.monotonic)
+    wait_begun: float = 0.0
 
 
-class _Graph:
-    """The collectives of a graph, for as long as the graph exists.
+class _Counts(NamedTuple):
+    """The counters of a graph as they were last read.
 
     A graph that fails does not count its end. But once the script has begun or ended another call
     (``turns``), or is no longer inside TensorFlow, the graph has ended.
     """
 
-    def __init__(self, wait: GraphCounters) -> None:
-        self.wait = weakref.ref(wait, functools.partial(_forget, id(wait)))
-        # Its counters, when they last changed, and the turns then: one tuple for several readers.
-        self.seen = ((0, 0), time.monotonic(), -1)
+    read: tuple[int, int]
+    changed_at: float
+    turns: int  # at that time
 
 
 # By thread number. The system reuses numbers: a new thread then continues an ended one's record.
 _threads: dict[int, _ThreadRecord] = {MAIN: _ThreadRecord(MAIN)}
-# By the id of the counters. An entry is deleted with its graph, in whichever thread that happens.
-_graphs: dict[int, _Graph] = {}
+_graphs: WeakKeyDictionary[GraphCounters, _Counts] = WeakKeyDictionary()
 
 
 def _this_thread() -> _ThreadRecord:
@@ -118,12 +127,12 @@ def call(
     since the script began, from 1. Calls wait for each other if name and ``key`` are the same.
     ``span`` is its name in a timeline, if this is only a part of the user's call.
     """
-    return nullcontext() if _this_thread().call else _Entered(name, step, key, span or name)
+    return nullcontext() if _this_thread().call.name else _Entered(name, step, key, span or name)
 
 
 def call_within(name: str) -> AbstractContextManager[None]:
     """Wraps a call that another may contain on all ranks or on none: ``evaluate in fit``."""
-    outer = _this_thread().call
+    outer = _this_thread().call.name
     within = f"{name} in {outer}" if outer else name
     return _Entered(within, None, "", within)
 
@@ -163,10 +172,10 @@ class _Entered:
 
     def __enter__(self) -> None:
         now = self._now = _this_thread()
-        self._outer = now.call, now.step, now.key, now.handling
-        now.call, now.step, now.key = self._name, self._step, f"{self._name} {self._key}"
         error = sys.exc_info()[1]
-        now.handling = in_short(error) if error is not None and is_failure(error) else ""
+        handling = in_short(error) if error is not None and is_failure(error) else ""
+        self._outer = now.call
+        now.call = _ScriptCall(self._name, self._step, f"{self._name} {self._key}", handling)
         now.serial += 1
         now.turns += 1
         self._begun = time.monotonic()
@@ -176,17 +185,16 @@ class _Entered:
         now = self._now
         if error is None and self._step is not None:
             _last_step = max(_last_step, self._step)
-        now.before = now.key
+        now.before = now.call.key
         now.turns += 1
-        now.call, now.step, now.key, now.handling = self._outer
+        now.call = self._outer
         if observers:
             mark(self._span, self._begun, time.monotonic(), self._step)
 
 
 def current_call() -> str:
     """The user's call that this thread is in; empty outside of calls."""
-    now = _this_thread()
-    return _described(now.call, now.step)
+    return str(_this_thread().call)
 
 
 class waiting:
@@ -277,8 +285,7 @@ def last_step() -> int:
 
     In graphs, steps are counted by the collectives that are entered most often.
     """
-    waits = [wait for graph in _of_graphs() if (wait := graph.wait()) is not None]
-    return max(_last_step, *(of_run(wait.read()[0]) for wait in waits), 0)
+    return max(_last_step, *(of_run(graph.read()[0]) for graph in _living_graphs()), 0)
 
 
 def of_run(step: int) -> int:
@@ -297,18 +304,14 @@ def resume_at(step: int, done: int) -> None:
     _last_step = step
 
 
-def watch_graph(wait: GraphCounters) -> None:
+def watch_graph(graph: GraphCounters) -> None:
     """Count waits in these collectives of a graph as waits of this rank, while the graph exists."""
-    _graphs[id(wait)] = _Graph(wait)
+    _graphs[graph] = _Counts((0, 0), time.monotonic(), -1)
 
 
-def _forget(graph: int, _: weakref.ref[GraphCounters]) -> None:
-    _graphs.pop(graph, None)
-
-
-def _of_graphs() -> list[_Graph]:
-    """A copy of the graphs, since other threads may add and delete some meanwhile."""
-    return list(_graphs.values())
+def _living_graphs() -> list[GraphCounters]:
+    # Other threads may add and delete some meanwhile.
+    return [graph for ref in _graphs.keyrefs() if (graph := ref()) is not None]
 
 
 def status() -> Status:
@@ -317,26 +320,23 @@ def status() -> Status:
     records = list(_threads.values())
     serial, turns = sum(each.serial for each in records), sum(each.turns for each in records)
     now = _thread_that_counts(records)
-    waits, since, thread = now.waits > 0, now.since, now.ident
-    ranks = now.ranks if waits else ()
-    name, key = _described(now.call, now.step), now.key
-    for graph in _of_graphs():
-        wait = graph.wait()
-        if wait is None:
-            continue
-        entered, left = wait.read()
-        if graph.seen[0] != (entered, left):
-            graph.seen = (entered, left), moment, turns
-        _, changed_at, turns_then = graph.seen
+    call, waits, since, thread = now.call, now.waits > 0, now.since, now.ident
+    name, key, ranks = str(call), call.key, now.ranks if waits else ()
+    for graph in _living_graphs():
+        entered, left = found = graph.read()
+        counts = _graphs.get(graph)
+        if counts is None or counts.read != found:
+            counts = _graphs[graph] = _Counts(found, moment, turns)
         serial += entered
-        since = max(since, changed_at)
-        if entered > left and not waits and turns == turns_then:
+        since = max(since, counts.changed_at)
+        if entered > left and not waits and turns == counts.turns:
             inside = inside_tensorflow()
             if inside is not None:
-                waits, key, thread = True, f"{now.call or wait.name} {wait.key}", inside
-                name, ranks = f"{now.call or wait.name}, step {of_run(entered)}", wait.ranks
+                waits, thread, ranks = True, inside, graph.ranks
+                whose = call.name or graph.name
+                name, key = f"{whose}, step {of_run(entered)}", f"{whose} {graph.key}"
     where, seconds = line_of_script(thread), moment - since
-    return Status(name, key, serial, now.before, waits, seconds, where, now.handling, (), ranks)
+    return Status(name, key, serial, now.before, waits, seconds, where, call.handling, (), ranks)
 
 
 def _thread_that_counts(records: list[_ThreadRecord]) -> _ThreadRecord:
@@ -346,11 +346,7 @@ def _thread_that_counts(records: list[_ThreadRecord]) -> _ThreadRecord:
     alive = [each for each in records if each.ident in running] or records
     if waiting := [each for each in alive if each.waits]:
         return min(waiting, key=lambda each: each.since)
-    return max(alive, key=lambda each: (bool(each.call), each.since))
-
-
-def _described(name: str, step: int | None) -> str:
-    return name if step is None else f"{name} of step {step}"
+    return max(alive, key=lambda each: (bool(each.call.name), each.since))
 
 
 def report_every_second() -> None:

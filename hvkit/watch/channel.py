@@ -13,10 +13,10 @@ import secrets
 import socket
 import struct
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from hvkit import connections
 from hvkit.host.network import addresses_for_others
@@ -82,21 +82,19 @@ Message = FromRank0 | RankEnded | Status | GotSigterm | StepHeld
 _TYPES = {each.__name__: each for each in get_args(Message)}
 
 
-@dataclass(frozen=True)
-class Endpoint:
+class Endpoint(NamedTuple):
     """How ranks reach rank 0's socket."""
 
-    addresses: tuple[str, ...]  # of rank 0's host, likely ones first
+    addresses: Sequence[str]  # of rank 0's host, likely ones first
     port: int
-    secret: bytes
+    secret: str
 
     def to_json(self) -> str:
-        return json.dumps([self.addresses, self.port, self.secret.hex()])
+        return json.dumps(self)
 
     @classmethod
-    def from_json(cls, text: str) -> Endpoint:
-        addresses, port, secret = json.loads(text)
-        return cls(tuple(addresses), port, bytes.fromhex(secret))
+    def from_json(cls, text: str | bytes) -> Endpoint:
+        return cls(*json.loads(text))
 
 
 class RankListener:
@@ -104,8 +102,8 @@ class RankListener:
 
     def __init__(self, *, one_host: bool, patience: int = PATIENCE) -> None:
         self._patience = patience
-        secret = secrets.token_bytes(32)
-        self._listener = connections.Listener("127.0.0.1" if one_host else None, secret)
+        secret = secrets.token_hex(32)
+        self._listener = connections.Listener("127.0.0.1" if one_host else None, secret.encode())
         addresses = ("127.0.0.1",) if one_host else addresses_for_others()
         self.endpoint = Endpoint(addresses, self._listener.port, secret)
 
@@ -130,7 +128,8 @@ class RankListener:
 def connect(endpoint: Endpoint, rank: int, patience: int = PATIENCE) -> Connection | None:
     """Connect to rank 0; None if none of its addresses can be reached."""
     try:
-        connected = connections.connect(endpoint.addresses, endpoint.port, endpoint.secret)
+        key = endpoint.secret.encode()
+        connected = connections.connect(endpoint.addresses, endpoint.port, key)
         connection = _connection(connected, patience)
         send(connection, {"rank": rank})
     except OSError:

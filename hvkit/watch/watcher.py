@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvkit import threads
 from hvkit.host.run_reports import report
@@ -43,6 +43,14 @@ _EXPLAINED_WITHIN = 5.0
 END_OF_SCRIPT = "has ended its script"
 
 
+class _Explanation(NamedTuple):
+    """Why the run ends."""
+
+    text: str
+    shown_by: int  # the rank that prints it
+    diagnosis: bool  # of rank 0; else how another rank ended
+
+
 class Watcher:
     """One rank's part in watching the run."""
 
@@ -51,9 +59,7 @@ class Watcher:
         self._limits = limits
         self._shut_down = shut_down
         self._explained = threading.Event()  # that this run ends
-        self._reason = ""
-        self._diagnosis = False
-        self._shown_by = 0
+        self._explanation: _Explanation | None = None  # the first
         self._printed = False
         self._stopped = threading.Event()
         self._peers: dict[int, Connection] = {}
@@ -68,19 +74,20 @@ class Watcher:
     def reason(self) -> str:
         """Why this rank's current wait ended; empty if none comes within some seconds."""
         self._explained.wait(_EXPLAINED_WITHIN)
-        if self._diagnosis or not self._reason:
-            return self._reason
+        why = self._explanation
+        if why is None or why.diagnosis:
+            return why.text if why else ""
         call, line = calls.current_call() or "a collective", line_of_script()
         here = f"rank {self.rank} waits in {call}{f' ({line})' if line else ''}"
-        hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in self._reason else ""
-        return f"{here}; {self._reason}{hint}"
+        hint = f": {SAME_CALLS}, and {SAME_STEPS}" if END_OF_SCRIPT in why.text else ""
+        return f"{here}; {why.text}{hint}"
 
     def shown_by(self) -> int | None:
         """The rank that prints the reason; None if this one must."""
         if self._printed:
             return self.rank
-        other = self._explained.is_set() and self._shown_by != self.rank
-        return self._shown_by if other else None
+        why = self._explanation
+        return why.shown_by if why and why.shown_by != self.rank else None
 
     def run_ends(self) -> bool:
         return self._explained.is_set()
@@ -97,7 +104,7 @@ class Watcher:
         """Report to the others that an error in a thread of hvkit's ends this process now."""
         self._own_end = how
         _report_cause(f"rank {self.rank} {how}")
-        self._send_to_all(channel.RankEnded(self.rank, self._own_end))
+        self._send_to_all(channel.RankEnded(self.rank, how))
 
     def _send_to_all(self, message: channel.Message) -> None:
         """To rank 0, or from rank 0 to the others."""
@@ -120,12 +127,10 @@ class Watcher:
         self._end_after_error()
 
     def _explain(self, text: str, shown_by: int, *, diagnosis: bool) -> None:
-        """Keep the first explanation: rank 0's diagnosis, or how another rank ended."""
-        if self._explained.is_set():
-            return
-        self._reason, self._shown_by, self._diagnosis = text, shown_by, diagnosis
-        self._explained.set()
-        PREEMPTION.other_ended()
+        if self._explanation is None:
+            self._explanation = _Explanation(text, shown_by, diagnosis)
+            self._explained.set()
+            PREEMPTION.other_ended()
 
     def _status(self, *, with_stack: bool = False) -> Status:
         """This rank's status; ``with_stack`` adds the main thread's stack unless the rank waits."""
@@ -140,14 +145,15 @@ class Watcher:
     def _must_end(self, seconds: float) -> None:
         """End this process after some seconds if Horovod does not end its current wait."""
         serial = self._status().serial
-        threads.later(seconds, "hvkit-watch-limit", self._end_by_force, serial, seconds)
 
-    def _end_by_force(self, serial: int, seconds: float) -> None:
-        now = self._status()
-        if now.waits and now.serial == serial:
-            text = f"rank {self.rank} still waits in {now.call} ({now.where})"
-            _print(f"{text}, {seconds:.0f} s after it should have ended: ended by force")
-            os._exit(1)
+        def end() -> None:
+            now = self._status()
+            if now.waits and now.serial == serial:
+                text = f"rank {self.rank} still waits in {now.call} ({now.where})"
+                _print(f"{text}, {seconds:.0f} s after it should have ended: ended by force")
+                os._exit(1)
+
+        threads.later(seconds, "hvkit-watch-limit", end)
 
     def _end_after_error(self) -> None:
         """End this process if Horovod's shutdown waits for a rank that does not answer.
@@ -280,7 +286,7 @@ class Hub(Watcher):
         """As for any rank; waits for a shutdown in progress."""
         self._listener.close()
         super().stop()
-        if self._diagnosis:
+        if self._explanation and self._explanation.diagnosis:
             self._over.wait(_GRACE)
 
     def _admit(self, rank: int, connection: Connection) -> None:

@@ -32,7 +32,7 @@ def _no_step(monkeypatch):
     """As in a script that begins; other tests in this process may have resumed."""
     monkeypatch.setattr(calls, "_last_step", 0)
     monkeypatch.setattr(calls, "_resumed", 0)
-    monkeypatch.setattr(calls, "_graphs", {})
+    monkeypatch.setattr(calls, "_graphs", weakref.WeakKeyDictionary())
 
 
 @named("hvkit.something")

@@ -4,7 +4,6 @@ import queue
 import socket
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -67,7 +66,7 @@ def test_objects_that_are_no_message_of_a_watcher_are_an_error(both_ends, values
 
 
 def test_strangers_are_hung_up_on_and_hold_up_no_rank(listener, admitted):
-    assert channel.connect(replace(listener.endpoint, secret=b"a guess"), 1) is None
+    assert channel.connect(listener.endpoint._replace(secret="a guess"), 1) is None
     silent = [socket.create_connection(("127.0.0.1", listener.endpoint.port)) for _ in range(5)]
     noisy = socket.create_connection(("127.0.0.1", listener.endpoint.port))
     noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
