@@ -12,8 +12,8 @@
     ├── store              a directory of checkpoints, rank 0's or in memory: lock, folders,
     │                      and the manifest of what each folder holds
     ├── replicas           copies in the memory of other hosts, for restarts
-    ├── newest_checkpoint  finds the newest complete one, and copies it to where rank 0 lacks it
-    ├── resume             loads it on all ranks; where training continues
+    ├── newest_checkpoint  finds the newest complete one on any host
+    ├── resume             loads it on all ranks, and copies it if rank 0 lacks it
     └── fit_callback       saves from inside Keras's fit
 
 A save of a PyTorch model goes through ``checkpoint``, ``part_types``, ``saved_object``,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvkit import random_states, runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_path
 from hvkit.checkpoint import newest_checkpoint, resume, store
-from hvkit.checkpoint.part_types import StrategyPart, parts_of, parts_of_strategies
+from hvkit.checkpoint.newest_checkpoint import RESTORE
+from hvkit.checkpoint.part_types import StrategyPart, parts_for, parts_of_strategies
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.checkpoint.resume import FitState, Progress
 from hvkit.checkpoint.saved_object import (
@@ -17,7 +19,7 @@ from hvkit.checkpoint.saved_object import (
     rank_states,
     unlike_rank_0,
 )
-from hvkit.checkpoint.saving import Writer
+from hvkit.checkpoint.saving import SAVE, Writer
 from hvkit.checkpoint.store import Manifest
 from hvkit.communication import collectives
 from hvkit.communication.collectives import gather_or_raise, require_equal
@@ -31,8 +33,6 @@ from hvkit.watch.preemption import PREEMPTION
 if TYPE_CHECKING:
     import keras
 
-_SAVE = "Checkpoint.save"
-_RESTORE = "Checkpoint.restore"
 _SAME = (
     "pass the same to Checkpoint and save on every rank; ranks that take different numbers of "
     "steps pass step=max(hvkit.allgather(step))"
@@ -132,7 +132,7 @@ class Checkpoint:
         self.background, self.sharded = background, sharded
         self._objects = list(parts.values())
         refuse_groups("hvkit.Checkpoint", self._objects)
-        self.parts = parts_of(parts)
+        self.parts = parts_for(parts)
         if sharded:
             self._refuse_sharded()
         self._replicas = Replicas(self.directory, self.replicas)
@@ -211,9 +211,9 @@ class Checkpoint:
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = error
         # From here on no rank trains, so counts that ranks share do not change.
-        leaving = any(gather_or_raise(_SAVE, problem, PREEMPTION.requested))
-        require_equal("checkpoint", facts, _SAME, _SAVE)
-        self._replicas.open(_SAVE)
+        leaving = any(gather_or_raise(SAVE, problem, PREEMPTION.requested))
+        require_equal("checkpoint", facts, _SAME, SAVE)
+        self._replicas.open(SAVE)
         for each in of_strategies:
             each.sync.wait_for_agreements()
         parts = [*self.parts, *of_strategies]
@@ -224,17 +224,17 @@ class Checkpoint:
             may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
         except Exception as error:
             problem = error
-        gather_or_raise(_SAVE, problem, None)
-        require_same(_SAVE, *compared)
-        warn_of_unlike(_SAVE, *may_differ)
+        gather_or_raise(SAVE, problem, None)
+        require_same(SAVE, *compared)
+        warn_of_unlike(SAVE, *may_differ)
         local = unlike_rank_0(local, digests)
         with all_of(each.sync.settled() for each in of_strategies):
             if self.sharded:
-                self._writer.save_sharded(_SAVE, manifest, parts, local)
+                self._writer.save_sharded(manifest, parts, local)
             else:
-                states = collectives.collect(_SAVE, local)
+                states = collectives.collect(SAVE, local)
                 del local
-                self._writer.save(_SAVE, manifest, parts, states)
+                self._writer.save(manifest, parts, states)
         folder = self.directory / store.name_of(manifest.step)
         if leaving:
             self.wait()
@@ -332,8 +332,8 @@ class Checkpoint:
         parts = [*self.parts, *parts_of_strategies(self.parts)]
         # Loading is one broadcast for each part: with different ones, ranks would wait forever.
         facts = [f"replicas={self.replicas}", f"parts {', '.join(part.name for part in parts)}"]
-        require_equal("checkpoint", facts, _SAME, _RESTORE)
-        found = newest_checkpoint.find(self.directory, self._replicas, _RESTORE)
+        require_equal("checkpoint", facts, _SAME, RESTORE)
+        found = newest_checkpoint.find(self.directory, self._replicas)
         directory = store.id_of(self.directory)
         if runtime.rank() == 0:
             report(resumes=found[0].manifest.step if found else None, directory=directory)
@@ -341,18 +341,14 @@ class Checkpoint:
             return Progress()
         source, is_here = found
         written = source.manifest
-        if is_here:
-            folder = self.directory / source.folder.name
-            epoch_random = resume.load(source, parts)
-        else:
-            folder = self.directory / store.name_of(written.step)
-            with newest_checkpoint.copied_to(self.directory, source, _RESTORE) as take:
-                epoch_random = resume.load(source, parts, take)
+        folder = self.directory / (source.folder.name if is_here else store.name_of(written.step))
+        with nullcontext() if is_here else resume.copied_to(self.directory, source) as take:
+            epoch_random = resume.load(source, parts, take)
         # Further restarts find it: it becomes one of this run, with copies on other hosts.
         folder = collectives.from_rank(
             0, folder if runtime.rank() else store.adopt(folder, written)
         )
-        self._replicas.open(_RESTORE)
+        self._replicas.open(RESTORE)
         # If it could not be written, the folder may be another checkpoint of the same name.
         if runtime.rank() == 0 and self.replicas and store.describes(folder, written):
             self._writer.start(lambda: self._replicas.send(folder))

@@ -24,7 +24,7 @@ from hvkit.sync.port import Sharded, ShardedSync, Sync, syncs_of
 _RESERVED = ("manifest", "random", "ranks")
 
 
-def parts_of(given: Mapping[str, Any]) -> list[Part]:
+def parts_for(given: Mapping[str, Any]) -> list[Part]:
     """The parts for the objects that were passed to ``Checkpoint``, models first."""
     named = dict(_named(given))
     if not named:

@@ -61,7 +61,8 @@ class Replicas:
         self._opened = False
         self._hosts: dict[int, str] = {}
         self._links: dict[int, Connection] = {}
-        self._late: set[int] | None = None
+        self._late: set[int] = set()
+        self._patience = _CONNECTED
         self._listener: channel.RankListener | None = None
         # Guards these.
         self._changed = threading.Condition()
@@ -107,9 +108,8 @@ class Replicas:
         If a host does not keep it, rank 0 logs why, and training continues.
         """
         with self._changed:
-            if self._late is None:
-                self._late = set()
-                self._changed.wait_for(self._are_complete, _CONNECTED)
+            self._changed.wait_for(self._are_complete, self._patience)
+            self._patience = 0.0
             links = {rank: self._links.get(rank) for rank in self._hosts}
         for rank, link in links.items():
             fails = f"{self._hosts[rank]} keeps no copy of {folder}"

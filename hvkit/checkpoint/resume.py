@@ -1,19 +1,21 @@
-"""Loads a checkpoint on all ranks, for ``Checkpoint.restore``; and where training continues."""
+"""Where training continues; loads a checkpoint on all ranks, and copies it if rank 0 lacks it."""
 
 from __future__ import annotations
 
+import errno
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvkit import random_states, runtime
 from hvkit.checkpoint import store
-from hvkit.checkpoint.newest_checkpoint import FoundCheckpoint
+from hvkit.checkpoint.newest_checkpoint import RESTORE, FoundCheckpoint
 from hvkit.checkpoint.part_types import StrategyPart
 from hvkit.checkpoint.saved_object import (
     RANKS_FILE,
@@ -31,7 +33,8 @@ from hvkit.log import counted, logger
 from hvkit.random_states import Arrays
 from hvkit.sync.port import kept_statistics
 
-_CALL = "Checkpoint.restore"
+# Bytes of a broadcast of files that are only copied.
+_PIECE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def batches_after(read: int, then: tuple[int, int], now: tuple[int, int]) -> int
 def load(
     found: FoundCheckpoint,
     parts: Sequence[Part],
-    take: Callable[[str, memoryview], None] | None = None,
+    take: Callable[[str, NDArray[np.uint8]], None] | None = None,
 ) -> Arrays:
     """Load the files of one rank into every rank's parts; a collective.
 
@@ -147,7 +150,7 @@ def load(
         facts = {**manifest.parts[part.name], "step": manifest.step}
         shards = [folder / name for name in facts.get("shares", ())]
         # A rank that already has a problem still takes part in the broadcast.
-        content = None if shards else _content(found, part.file)
+        content = None if shards else _read(found, part.file)
         if isinstance(content, OSError):
             problem = problem or content
             continue
@@ -158,7 +161,7 @@ def load(
             if take is not None:
                 take(part.file, content)
             if problem is None:
-                part.load(content, facts)
+                part.load(content.data, facts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = problem or _explained(error, part, folder)
     epoch_random: Arrays = {}
@@ -168,7 +171,7 @@ def load(
             epoch_random = load_rank_states(saved, parts)
     except Exception as error:
         problem = problem or error
-    gather_or_raise(_CALL, problem, None)
+    gather_or_raise(RESTORE, problem, None)
     for statistics in kept_statistics:
         statistics.keep()
     if runtime.rank() == 0:
@@ -203,7 +206,117 @@ def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
             values, keys = saved()
             return states_of(values, keys.get(rank, ()), **wanted)
 
-        return collectives.scatter(_CALL, states, found.rank)
+        return collectives.scatter(RESTORE, states, found.rank)
+
+
+@contextmanager
+def copied_to(
+    directory: Path, found: FoundCheckpoint
+) -> Iterator[Callable[[str, NDArray[np.uint8]], None]]:
+    """While the ranks load a checkpoint, write it into rank 0's directory as its newest.
+
+    Yields a function that every rank calls with the name and the content of each file that it has
+    received. So no file is sent twice: at the end of the block, which is a collective, rank 0
+    receives only the others. If rank 0 cannot write, it logs that, and the run resumes
+    nevertheless. After an error in the block the directory is as it was. OSError at the end, on
+    every rank, if a rank cannot read the checkpoint.
+    """
+    problem: Exception | None = None  # why rank 0 cannot write
+    folder: Path | None = None
+    manifest = found.manifest
+    received: set[str] = set()
+
+    def append(name: str, content: NDArray[np.uint8]) -> None:
+        nonlocal problem
+        received.add(name)
+        if folder is None or problem is not None:
+            return
+        try:
+            with (folder / name).open("ab") as file:
+                file.write(content.data)
+        except OSError as error:
+            problem = error
+
+    with ExitStack() as stack:
+        if runtime.rank() == 0:
+            try:
+                # Checkpoints of other runs there may have larger serials.
+                serial, _ = store.prepare(directory)
+                manifest = replace(manifest, serial=max(manifest.serial, serial + 1))
+                made = store.new_folder(directory, store.name_of(manifest.step))
+                folder = stack.enter_context(made)
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                problem = error
+        yield append
+        unreadable: Exception | None = None
+        try:
+            for name, piece in _pieces(found, received):
+                append(name, piece)
+        except OSError as error:  # on every rank
+            unreadable = error
+        if runtime.rank() == 0:
+            try:
+                with stack.pop_all():
+                    if failed := unreadable or problem:
+                        raise failed
+                    assert folder is not None
+                    if reason := store.wrong_length(folder, manifest):
+                        raise OSError(errno.EIO, reason)
+                    for name in manifest.files:
+                        store.flush(folder / name)
+                    manifest.write(folder)
+            except OSError as error:
+                if unreadable is None:
+                    logger.warning(
+                        "cannot write %s into %s: %s; the run resumes from it all the same",
+                        *(found, directory, error.strerror or error),
+                    )
+            except Exception as error:  # any error: the other ranks must not wait for this one
+                unreadable = error
+        gather_or_raise(RESTORE, unreadable, None)
+
+
+def _pieces(
+    found: FoundCheckpoint, received: Collection[str]
+) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    """Yield the files that rank 0 has not received, in pieces with their names; a collective.
+
+    OSError on every rank if the checkpoint's rank cannot read it.
+    """
+    for name, facts in found.manifest.files.items():
+        if name in received:
+            continue
+        length = facts["bytes"]
+        for start in range(0, max(length, 1), _PIECE):
+            count = min(_PIECE, length - start)
+            piece = _read(found, name, start, count, to_all=found.rank != 0)
+            if isinstance(piece, OSError):
+                raise piece
+            yield name, piece
+
+
+def _read(
+    found: FoundCheckpoint, file: str, start: int = 0, count: int = -1, *, to_all: bool = True
+) -> NDArray[np.uint8] | OSError:
+    """Bytes of one rank's file on every rank, or why that rank cannot read it; a collective.
+
+    Unless ``to_all``: then only that rank gets them.
+    """
+    content = np.empty(0, np.uint8)
+    error: OSError | None = None
+    if runtime.rank() == found.rank:
+        path = found.folder / file
+        try:
+            content = np.fromfile(path, np.uint8, count, offset=start)
+            if content.size < count:
+                raise OSError(errno.EIO, f"it is shorter than {start + count} bytes")
+        except OSError as unreadable:
+            error = OSError(unreadable.errno, unreadable.strerror, str(path))
+    if not to_all:
+        return error or content
+    if error := collectives.from_rank(found.rank, error):
+        return error
+    return collectives.broadcast_bytes(content, found.rank)
 
 
 def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
@@ -217,7 +330,7 @@ def _require_shared(folder: Path, manifest: Manifest, *, is_here: bool) -> None:
         )
     elif not is_here:
         problem = HvkitError(f"{folder} is sharded, but rank 0's directory is another one")
-    gather_or_raise(_CALL, problem, None)
+    gather_or_raise(RESTORE, problem, None)
 
 
 def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> None:
@@ -235,21 +348,6 @@ def _require_parts(folder: Path, manifest: Manifest, parts: Sequence[Part]) -> N
                 f"{folder} holds {part.name!r} as {saved['file']}, but here it would be "
                 f"{part.file}: restore into objects of the saved kind, or use another directory"
             )
-
-
-def _content(found: FoundCheckpoint, file: str) -> memoryview | OSError:
-    """The bytes of one rank's file on every rank, or why that rank cannot read it; a collective."""
-    content = np.empty(0, np.uint8)
-    error: OSError | None = None
-    if runtime.rank() == found.rank:
-        path = found.folder / file
-        try:
-            content = np.fromfile(path, np.uint8)
-        except OSError as unreadable:
-            error = OSError(unreadable.errno, unreadable.strerror, str(path))
-    if error := collectives.from_rank(found.rank, error):
-        return error
-    return collectives.broadcast_bytes(content, found.rank).data
 
 
 def _explained(error: Exception, part: Part, folder: Path) -> Exception:

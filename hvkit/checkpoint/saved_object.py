@@ -142,9 +142,6 @@ class ContentReader(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         with memoryview(buffer).cast("B") as into:
             piece = self._content[self._at : self._at + len(into)]

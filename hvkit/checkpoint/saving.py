@@ -45,6 +45,8 @@ from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
 from hvkit.random_states import Arrays
 
+SAVE = "Checkpoint.save"
+
 # Seconds for a folder or a file of another rank to appear: NFS shows them late.
 _PATIENCE = 30.0
 # Bytes from which ``join`` puts a tensor together in a file.
@@ -80,9 +82,7 @@ class Writer:
             self._writing = None
             writing.result()
 
-    def save(
-        self, call: str, manifest: Manifest, parts: Sequence[Part], states: Iterator[Arrays]
-    ) -> None:
+    def save(self, manifest: Manifest, parts: Sequence[Part], states: Iterator[Arrays]) -> None:
         """Write plain files, on rank 0; a collective. ``states`` are from ``collect``."""
         problem: Exception | None = None
         with all_of(part.gathered() for part in parts):
@@ -96,7 +96,7 @@ class Writer:
                     pass
             except HvkitError as error:  # on every rank
                 problem = problem or error
-            gather_or_raise(call, problem, None)
+            gather_or_raise(SAVE, problem, None)
 
     def _write(self, manifest: Manifest, parts: Sequence[Part], states: Iterable[Arrays]) -> None:
         def fill(folder: Path) -> Manifest:
@@ -130,9 +130,7 @@ class Writer:
 
         self.start(write_copy)
 
-    def save_sharded(
-        self, call: str, manifest: Manifest, parts: Sequence[Part], local: Arrays
-    ) -> None:
+    def save_sharded(self, manifest: Manifest, parts: Sequence[Part], local: Arrays) -> None:
         """Write each rank's own part, and the states that no part holds; a collective."""
         problem: Exception | None = None
         path = ""
@@ -144,13 +142,13 @@ class Writer:
                     path = str(stack.enter_context(self._new_folder(manifest.step)).absolute())
                 except Exception as error:  # any error: the others must not wait for this one
                     problem = self._explained(error, manifest.step)
-            folder = Path(gather_or_raise(call, problem, path)[0])
+            folder = Path(gather_or_raise(SAVE, problem, path)[0])
             try:
                 _wait_for(folder, "the directory, which all ranks of a sharded checkpoint write to")
                 written = _write_shards(folder, parts, local)
             except Exception as error:
                 problem = self._explained(error, manifest.step)
-            by_rank = gather_or_raise(call, problem, written)
+            by_rank = gather_or_raise(SAVE, problem, written)
             if runtime.rank() == 0:
                 try:
                     _complete(folder, manifest, parts, by_rank)
@@ -158,7 +156,7 @@ class Writer:
                     self._finish(manifest.step)
                 except Exception as error:
                     problem = self._explained(error, manifest.step)
-            gather_or_raise(call, problem, None)
+            gather_or_raise(SAVE, problem, None)
 
     def _numbered(self, manifest: Manifest) -> Manifest:
         """The manifest with the numbers of the next save; locks the directory."""

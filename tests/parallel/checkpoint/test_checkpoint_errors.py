@@ -81,10 +81,10 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(folder, monkeypatch
     path = make(folder).save(epoch=0, step=1) / "optimizer.pt"
     fromfile = np.fromfile
 
-    def failing(file, *rest):
+    def failing(file, *rest, **options):
         if file == path:
             raise OSError(errno.EIO, "Input/output error", str(file))
-        return fromfile(file, *rest)
+        return fromfile(file, *rest, **options)
 
     monkeypatch.setattr(np, "fromfile", failing)
     is_other = hvkit.rank() == 1

@@ -11,7 +11,7 @@ from hosts import as_if_on, begin, state, train
 from ranks import identical
 
 import hvkit
-from hvkit.checkpoint import newest_checkpoint, store
+from hvkit.checkpoint import newest_checkpoint, resume, store
 from hvkit.checkpoint.replicas import Replicas
 from hvkit.host import run_reports
 
@@ -70,15 +70,16 @@ def test_the_newest_may_be_on_another_hosts_disk(disk, caplog):
 def test_files_that_are_loaded_travel_once(disk, monkeypatch):
     save(disk, 1)
     move(disk, 1)
-    travelled = []
-    read = newest_checkpoint._read
-    monkeypatch.setattr(
-        newest_checkpoint,
-        "_read",
-        lambda path, *rest: (travelled.append(path.name), read(path, *rest))[1],
-    )
+    read = []
+    fromfile = np.fromfile
+
+    def recorded(path, *rest, **options):
+        read.append(path.name)
+        return fromfile(path, *rest, **options)
+
+    monkeypatch.setattr(np, "fromfile", recorded)
     assert begin(disk)[2].restore().step == 1
-    assert travelled == (["ranks.npz"] if hvkit.rank() == 1 else [])
+    assert read == (["model.pt", "optimizer.pt", "ranks.npz"] if hvkit.rank() == 1 else [])
     if hvkit.rank() == 0:
         folder = disk / store.name_of(1)
         store.verify(folder, store.read(folder))
@@ -304,9 +305,9 @@ def test_saves_after_a_failed_write_are_newer_than_the_copy(disk, memory, monkey
 def test_a_file_that_was_cut_while_the_ranks_loaded_it_is_named(disk, caplog):
     save(disk, 1)
     move(disk, 1)
-    found, _ = newest_checkpoint.find(disk, Replicas(disk, 0), "test")
-    with newest_checkpoint.copied_to(disk, found, "test") as take:
-        take("model.pt", memoryview(b"cut"))
+    found, _ = newest_checkpoint.find(disk, Replicas(disk, 0))
+    with resume.copied_to(disk, found) as take:
+        take("model.pt", np.frombuffer(b"cut", np.uint8))
     length = found.manifest.files["model.pt"]["bytes"]
     assert (f": model.pt has 3 of {length} bytes; the run" in caplog.text) == (hvkit.rank() == 0)
     assert list(disk.glob("step-*")) == ([found.folder] if hvkit.rank() == 1 else [])
@@ -316,7 +317,7 @@ def test_a_file_that_was_cut_while_the_ranks_loaded_it_is_named(disk, caplog):
 def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, disk, monkeypatch):
     save(disk, 1)
     move(disk, 1)
-    found, is_here = newest_checkpoint.find(disk, Replicas(disk, 0), "test")
+    found, is_here = newest_checkpoint.find(disk, Replicas(disk, 0))
     assert not is_here
     path = found.folder / "optimizer.pt"
     if hvkit.rank() == 1 and problem == "short":
@@ -331,7 +332,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_on_every_rank(problem, dis
 
         monkeypatch.setattr(np, "fromfile", failing)
     said = {"unreadable": "Input/output error", "short": "it is shorter than"}[problem]
-    copied = newest_checkpoint.copied_to(disk, found, "test")
+    copied = resume.copied_to(disk, found)
     with pytest.raises(OSError, match=said) as raised, copied:
         pass  # nothing is loaded, so all files travel at its end
     assert raised.value.filename == str(path)

@@ -121,7 +121,7 @@ def test_an_error_of_one_rank_between_collectives_is_raised_as_it_is(tmp_path, m
     checkpoint = Checkpoint(tmp_path, model=torch.nn.Linear(1, 1))
     checkpoint.save(epoch=0, step=1)
 
-    def full(*_):
+    def full(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(np, "fromfile", full)
