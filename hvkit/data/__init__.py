@@ -8,8 +8,7 @@
     │   ├── samplers            one rank's steps of an epoch, from the user's sampler
     │   │   └── sampler_properties  how a loader makes batches, and when samplers draw numbers
     │   └── pytorch_datasets    Dataset and IterableDataset
-    ├── tfdata              tf.data pipelines, and the files that they write
-    │   └── tfdata_batches      finds out how a pipeline was batched
+    ├── tfdata              tf.data pipelines: how they were batched, and the files that they write
     ├── keras_pydataset     keras.utils.PyDataset
     ├── parquet             pyarrow.dataset of Parquet files, by row groups
     └── rank_samples        the arithmetic all of them use: which samples of a step are this

@@ -259,7 +259,7 @@ def _array(name: str, column: Any) -> NDArray[Any]:
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _array(name, column.dictionary_decode())
-    if _is_list(kind):
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _lists(name, column)
     if types.is_integer(kind) or types.is_boolean(kind):
         _refuse_nulls(name, column, "integers" if types.is_integer(kind) else "booleans")
@@ -270,14 +270,6 @@ def _array(name: str, column: Any) -> NDArray[Any]:
             f"column {name!r} of type {kind} does not become an array ({problem}): leave it out "
             "with columns=, or convert to_table()[name]"
         ) from problem
-
-
-def _is_list(kind: Any) -> bool:
-    import pyarrow
-
-    names = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
-    checks = (getattr(pyarrow.types, f"is_{each}", None) for each in names)
-    return any(check is not None and check(kind) for check in checks)
 
 
 def _lists(name: str, column: Any) -> NDArray[Any]:

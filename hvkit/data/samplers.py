@@ -202,23 +202,22 @@ class RankSampler(Sampler[Any]):
             self._fixed = None
 
     def __iter__(self) -> Iterator[Any]:
-        if (epoch := self._fixed) is None:
-            keys = self._next()
-        else:
-            # In one process the sampler's iteration begins exactly when PyTorch begins it.
-            keys = self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
+        keys = self._next() if self._fixed is None else self._keys_of_rank(self._fixed)
         return map(self._mark, keys) if self.of_part else keys
 
     def _next(self) -> Iterator[Any]:
         iteration, epoch = self.begin()
         with self.position.reading(iteration):
-            yield from self._keys_of_rank(epoch) if epoch.keys is None else epoch.keys
+            yield from self._keys_of_rank(epoch)
 
     def _mark(self, key: Any) -> Any:
         return [in_full(index) for index in key] if self.batched else in_full(key)
 
     def _keys_of_rank(self, epoch: SampledEpoch) -> Iterator[Any]:
         """The indices, or lists of them, that this rank reads after the samples that are done."""
+        if epoch.keys is not None:  # ``begin`` has read the first step
+            return epoch.keys
+        # In one process the sampler's iteration begins here, exactly when PyTorch begins it.
         with epoch.randomness:
             source = None if self._batching.lazy else iter(self._batching.source)
         return self._keys(epoch, self._steps(epoch, source, self.position.samples))

@@ -2,8 +2,10 @@
 
 Every rank runs the whole pipeline and takes its part after the last step, so a seeded shuffle has
 the same order as in one process. If the pipeline ends in batches, their samples are divided. Other
-elements stay whole, and so do batches after a ``map``. Sharding right after the source takes less
-time, because every rank runs the steps before ``shard`` for all samples.
+elements stay whole, and so do batches after a step that runs a function on them, since a ``map``
+may turn a batch into one sequence, whose rows are not samples, or after an unknown step. Sharding
+right after the source takes less time, because every rank runs the steps before ``shard`` for all
+samples.
 
 All ranks run the same script, so with ``cache("file")`` after ``hvkit.shard`` they would write
 their different parts into the same file, which would be every rank's data in the next epoch.
@@ -20,6 +22,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,10 +31,15 @@ import tensorflow as tf
 from hvkit import runtime
 from hvkit.communication.collectives import gather
 from hvkit.data.rank_samples import Queue, Split
-from hvkit.data.tfdata_batches import Batching, as_element, batching_of, stackable, static
 
 # Marks a rank's part, so that ``save`` does not write it over other ranks' parts.
 _PART = "_hvkit_part"
+
+# Kinds of steps that keep the batches and their number.
+_PASS_ON = {"assertcardinality", "cache", "options", "prefetch", "restructured", "shuffle"}
+# Kinds that keep the batches but may change their number.
+_RENUMBER = {"concatenate", "ignoreerrors", "repeat", "shard", "skip", "snapshot", "take", "zip"}
+_BATCH = {"batch", "densetosparsebatch", "paddedbatch", "rebatch"}
 
 
 def shard_tfdata(
@@ -42,7 +50,7 @@ def shard_tfdata(
         return data, []
     _refuse_unordered(data)
     _refuse_common_caches(data)
-    batching = batching_of(data)
+    batching = _batching_of(data)
     if batching is None:
         part = _elements(data, split)
     elif batching.unpadded:
@@ -89,7 +97,7 @@ def dynamic_tfdata(
     part = tf.data.Dataset.range(1).flat_map(epoch)
     if split.size > 1:
         setattr(part, _PART, True)
-    return part, _facts(data, batching_of(data), split)
+    return part, _facts(data, _batching_of(data), split)
 
 
 def _facts(data: tf.data.Dataset, batching: Batching | None, split: Split) -> list[str]:
@@ -127,17 +135,17 @@ def _elements(data: tf.data.Dataset, split: Split) -> tf.data.Dataset:
 
 def _elements_of_unknown(data: tf.data.Dataset, split: Split) -> tf.data.Dataset:
     """One of every N elements, and one of the last few, for a pipeline of unknown length."""
-    if stackable(data.element_spec):
+    if _stackable(data.element_spec):
 
         def row(*stack: Any) -> Any:
-            element = as_element(stack, data.element_spec)
+            element = _as_element(stack, data.element_spec)
             rows = tf.shape(tf.nest.flatten(element)[0])[0]
             return tf.nest.map_structure(lambda each: each[split.rank % rows], element)
 
         return data.batch(split.size).map(row)
 
     def one_of(*window: Any) -> tf.data.Dataset:
-        elements = tf.data.Dataset.zip(as_element(window, data.element_spec))
+        elements = tf.data.Dataset.zip(_as_element(window, data.element_spec))
         return elements.repeat().skip(split.rank).take(1)
 
     return data.window(split.size).flat_map(one_of)
@@ -148,7 +156,7 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
     group, drop = batching.size * split.size, batching.drop_remainder and not split.exact
 
     def own(*batch: Any) -> Any:
-        element = as_element(batch, data.element_spec)
+        element = _as_element(batch, data.element_spec)
         rows = tf.shape(tf.nest.flatten(element)[0], tf.int64)[0]
         last = rows if split.exact else (rows + split.size - 1) // split.size * split.size
         last = tf.maximum(last, split.rank)
@@ -156,17 +164,13 @@ def _regrouped(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
         return tf.nest.map_structure(lambda each: tf.gather(each, positions), element)
 
     def full(*batch: Any) -> Any:
-        element = as_element(batch, data.element_spec)
+        element = _as_element(batch, data.element_spec)
         return tf.nest.map_structure(lambda each: each[split.rank :: split.size], element)
 
     part = data.rebatch(group, drop_remainder=drop).map(full if drop else own)
     if split.exact:
-        part = part.filter(_not_empty)
+        part = part.filter(lambda *batch: tf.shape(tf.nest.flatten(batch)[0])[0] > 0)
     return _counted(part, data, batching, split)
-
-
-def _not_empty(*batch: Any) -> tf.Tensor:
-    return tf.shape(tf.nest.flatten(batch)[0])[0] > 0
 
 
 def _rebatched(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.data.Dataset:
@@ -179,7 +183,7 @@ def _rebatched(data: tf.data.Dataset, batching: Batching, split: Split) -> tf.da
         samples = samples.take(batching.samples // group * group)
     elif drop:
         samples = samples.window(group, drop_remainder=True).flat_map(
-            lambda *window: tf.data.Dataset.zip(as_element(window, data.element_spec))
+            lambda *window: tf.data.Dataset.zip(_as_element(window, data.element_spec))
         )
     own = samples.shard(split.size, split.rank) if drop else _elements(samples, split)
     part = batching.again(own, drop_remainder=drop)
@@ -199,11 +203,131 @@ def _counted(
     return part.apply(tf.data.experimental.assert_cardinality(-(-rows // batching.size)))
 
 
+@dataclass(frozen=True)
+class Batching:
+    size: int
+    drop_remainder: bool
+    samples: int | None
+    """The number of samples in all batches; None if only reading them would show it."""
+    spec: Any
+    padding: Any = None
+    """The padding values of ``padded_batch``, in the structure of ``spec``."""
+
+    @property
+    def unpadded(self) -> bool:
+        dense = all(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(self.spec))
+        return dense and self.padding is None
+
+    def again(self, samples: tf.data.Dataset, *, drop_remainder: bool) -> tf.data.Dataset:
+        if self.padding is not None:
+            return samples.padded_batch(
+                self.size, padding_values=self.padding, drop_remainder=drop_remainder
+            )
+        if not any(isinstance(leaf, tf.RaggedTensorSpec) for leaf in tf.nest.flatten(self.spec)):
+            return samples.batch(self.size, drop_remainder=drop_remainder)
+        # ragged_batch makes everything without a fixed shape ragged, even if it was dense.
+        ragged = samples.ragged_batch(self.size, drop_remainder=drop_remainder)
+
+        def like(spec: Any, value: Any) -> Any:
+            dense = isinstance(spec, tf.TensorSpec) and isinstance(value, tf.RaggedTensor)
+            return value.to_tensor() if dense else value
+
+        return ragged.map(
+            lambda *batch: tf.nest.map_structure(like, self.spec, _as_element(batch, self.spec))
+        )
+
+
+def _batching_of(data: tf.data.Dataset) -> Batching | None:
+    """How a pipeline batched its elements; None if they are no batches."""
+    if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(data.element_spec)):
+        return None  # elements hold None or datasets, which have no rows
+    steps = list(_batch_steps(data))
+    if None in steps:
+        return None
+    sizes = {_size(step) for step in steps}
+    size = sizes.pop()
+    if sizes or size is None:
+        found = ", ".join(sorted(map(str, {size, *sizes})))
+        raise ValueError(
+            f"the pipeline has batches of different sizes ({found}), which cannot be divided into "
+            "equal parts: pass the dataset to hvkit.shard before batching it"
+        )
+    drop = any(_static(getattr(step, "_drop_remainder", False)) for step in steps)
+    return Batching(
+        size=size,
+        drop_remainder=drop,
+        samples=_samples(data, drop),
+        spec=data.element_spec,
+        padding=_padding(data, steps),
+    )
+
+
+def _batch_steps(data: tf.data.Dataset) -> Iterator[tf.data.Dataset | None]:
+    """The last batching on each path to a source; None for a path without batching."""
+    if _kind(data) in _BATCH:
+        yield data
+    elif _kind(data) in _PASS_ON | _RENUMBER and data._inputs():
+        for source in data._inputs():
+            yield from _batch_steps(source)
+    else:
+        yield None
+
+
+def _size(step: Any) -> int | None:
+    value = _static(getattr(step, "_batch_size", getattr(step, "_batch_sizes", None)))
+    return int(value) if value is not None and not getattr(value, "shape", ()) else None
+
+
+def _static(value: Any) -> Any:
+    """The value of an argument of a step; None if it is known only when the pipeline runs."""
+    return tf.get_static_value(value) if tf.is_tensor(value) else value
+
+
+def _samples(data: Any, drop: bool) -> int | None:
+    while _kind(data) in _PASS_ON:
+        (data,) = data._inputs()
+    if _kind(data) not in _BATCH - {"rebatch"}:  # whose input is not samples
+        return None
+    (source,), size = data._inputs(), _size(data)
+    length = int(source.cardinality())
+    if length < 0 or size is None:
+        return None
+    return length // size * size if drop else length
+
+
+def _padding(data: tf.data.Dataset, steps: list[Any]) -> Any:
+    padded = [step for step in steps if _kind(step) == "paddedbatch"]
+    if not padded:
+        return None
+    spec = data.element_spec
+    if _stackable(spec, start=1):
+        return None
+    if len(steps) > 1 or padded[0].element_spec != spec:
+        raise ValueError(
+            "the pipeline zips or concatenates the result of padded_batch, so it cannot be padded "
+            "again: pass the dataset to hvkit.shard before padded_batch"
+        )
+    return padded[0]._padding_values
+
+
+def _as_element(arguments: tuple[Any, ...], spec: Any) -> Any:
+    """The arguments of a function in ``map``, as the element they came from."""
+    return tf.nest.pack_sequence_as(spec, tf.nest.flatten(arguments))
+
+
+def _stackable(spec: Any, start: int = 0) -> bool:
+    """Whether elements are dense and have one shape, from dimension ``start`` on."""
+    return all(
+        isinstance(leaf, tf.TensorSpec) and leaf.shape[start:].is_fully_defined()
+        for leaf in tf.nest.flatten(spec)
+    )
+
+
 def _refuse_unordered(data: tf.data.Dataset) -> None:
     for step in _steps_of(data):
         if getattr(step, "_deterministic", None) == "false":
             raise ValueError(
-                f"{_name(step)} has deterministic=False, so every rank would read another order: "
+                f"{_kind(step)} has deterministic=False, so every rank would read another order: "
                 "remove it"
             )
     if (0, 0) in _seeds_of(data):
@@ -234,7 +358,8 @@ def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
                     yield int(seeds[0]), int(seeds[1])
 
 
-def _name(step: tf.data.Dataset) -> str:
+def _kind(step: tf.data.Dataset) -> str:
+    """The kind of a step: ``batch`` for TensorFlow's ``_ParallelBatchDataset``."""
     name = type(step).__name__
     return name.removeprefix("_").removesuffix("Dataset").removeprefix("Parallel").lower()
 
@@ -248,7 +373,7 @@ def _steps_of(data: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 def _refuse_common_caches(data: tf.data.Dataset) -> None:
     for step in _steps_of(data):
-        name = _text(step._filename) if type(step).__name__ == "CacheDataset" else None
+        name = _text(step._filename) if _kind(step) == "cache" else None
         if name and not name.endswith(_of_rank()) and not tf.io.gfile.exists(f"{name}.index"):
             raise ValueError(
                 f"the pipeline has cache({name!r}) before hvkit.shard, so all ranks would write "
@@ -270,7 +395,7 @@ def give_ranks_files_of_their_own() -> None:
 
     @functools.wraps(save)
     def save_of_rank(self: Any, path: Any, *arguments: Any, **options: Any) -> Any:
-        if _follows_a_part(self):
+        if any(hasattr(step, _PART) for step in _steps_of(self)):
             _require_own_path(str(path))
         return save(self, path, *arguments, **options)
 
@@ -292,10 +417,6 @@ def _of_rank() -> str:
     return f"-rank-{runtime.rank()}-of-{runtime.size()}"
 
 
-def _follows_a_part(data: tf.data.Dataset) -> bool:
-    return any(hasattr(step, _PART) for step in _steps_of(data))
-
-
 def _text(filename: Any) -> str | None:
-    value = static(filename)
+    value = _static(filename)
     return value.decode() if isinstance(value, bytes) else value
