@@ -195,10 +195,12 @@ class Monitor:
         if timed:
             self._rows += [step] * steps
         if self.steps >= self._next:
-            # Else the wait for a rank that is late after backward() would belong to no step.
-            seconds = self._wait_for_all()
-            if timed:
-                self._rows[-1] = step.waiting(seconds)
+            begun = time.monotonic()
+            if self._equal_steps and runtime.size() > 1:
+                # Else the wait for a rank that is late after backward() would belong to no step.
+                collectives.gather("Monitor.step", None)
+                if timed:
+                    self._rows[-1] = step.waiting(time.monotonic() - begun)
             self._record()
             self.clock.begin()
         self._expect_record(self.record_pending)
@@ -364,14 +366,6 @@ class Monitor:
                 return dict(callback.newest_metrics())
         return self._means.read()
 
-    def _wait_for_all(self) -> float:
-        """Wait for all ranks; return the seconds of waiting."""
-        if not self._equal_steps or runtime.size() == 1:
-            return 0.0
-        begun = time.monotonic()
-        collectives.gather("Monitor.step", None)
-        return time.monotonic() - begun
-
     def _record(self) -> None:
         self._open()
         measured: dict[str, Any] = {
@@ -383,7 +377,11 @@ class Monitor:
         if seconds := sum(step.duration for step in self._rows):
             report(speed=round(sum(step.samples for step in self._rows) / seconds, 3))
         ranks = collectives.gather("Monitor.step", measured) if self._equal_steps else [measured]
-        self._next = self.steps + self._steps_to_next_record(ranks)
+        if (steps := self._every) is None:  # the same on all ranks, computed from the same values
+            durations = [row[0] for each in ranks for row in each["rows"]]
+            mean = sum(durations) / len(durations) if durations else _SECONDS
+            steps = max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
+        self._next = self.steps + steps
         self._rows.clear()
         self._means.clear()
         if self._file is not None:
@@ -419,14 +417,6 @@ class Monitor:
         for each in self._logs:
             self._file.log(*each)
         self._logs.clear()
-
-    def _steps_to_next_record(self, ranks: Sequence[Mapping[str, Any]]) -> int:
-        """The same on all ranks, which compute it from the same values."""
-        if self._every is not None:
-            return self._every
-        durations = [row[0] for each in ranks for row in each["rows"]]
-        mean = sum(durations) / len(durations) if durations else 1.0
-        return max(1, math.ceil(_SECONDS / max(mean, 1e-6)))
 
 
 def _end_with_script(reference: weakref.ref[Monitor]) -> None:

@@ -19,7 +19,16 @@ from hvkit.log import duration
 from hvkit.monitor.measurements import PARTS
 from hvkit.monitor.recorded_run import RecordedRun
 from hvkit.monitor.run_file import flattened
-from hvkit.monitor.terminal_report import clock, comparison, headline, remarks, size_of, troubles
+from hvkit.monitor.terminal_report import (
+    STARTS,
+    clock,
+    comparison,
+    headline,
+    remarks,
+    size_of,
+    starts,
+    troubles,
+)
 
 # An entry of a page, as ``page.js`` reads it: a title, and lines over steps, parts of a step, or a
 # table.
@@ -77,7 +86,7 @@ def page(run: RecordedRun) -> str:
         "Who was last": _slow_ranks(run),
         "Speed": [_speed_chart([("all ranks", run)])],
         "Hosts": _hosts(run),
-        "Starts": _starts(run),
+        "Starts": [_table("", [*zip(STARTS, ("", "n", "n", "n", ""), strict=True)], starts(run))],
     }
     return _html([run], about, troubles(run), sections, numbers=numbers, marks=marks)
 
@@ -275,17 +284,6 @@ def _hosts(run: RecordedRun) -> list[Card]:
         for load, title in _LOADS.items()
         if any(value for points in curves[load].values() for _, value in points)
     ]
-
-
-def _starts(run: RecordedRun) -> list[Card]:
-    if len(run.starts) < 2:
-        return []
-    columns = [("time", ""), *_numbers("after step", "steps lost", "ranks"), ("reason", "")]
-    rows = [
-        (clock(each.time), f"{each.step:,}", f"{each.lost:,}", f"{each.size}", each.reason)
-        for each in run.starts
-    ]
-    return [_table("", columns, rows)]
 
 
 def thinned(points: Points) -> Points:

@@ -17,6 +17,8 @@ from hvkit.monitor.run_file import FILE
 # Speeds and mean batch sizes of runs may differ by this factor without a remark.
 _ALLOWANCE = 1.1
 
+STARTS = ("start", "after step", "ranks", "steps lost", "reason")
+
 Row = tuple[str, list[str]]
 """The name of a compared value, and the value for each run."""
 
@@ -41,13 +43,8 @@ def show(run: RecordedRun, console: Console) -> None:
     _print_table(console, ("a step", "ms", "", ""), rows)
     sent = (f"a rank sends {size_of(size)} a step: {name}" for name, size in run.sent().items())
     _print_lines(console, [*slow_ranks(run), *sent])
-    if len(run.starts) > 1:
-        rows = [
-            (clock(each.time), f"{each.step}", f"{each.size}", f"{each.lost}", each.reason)
-            for each in run.starts
-        ]
-        columns = ("start", "after step", "ranks", "steps lost", "reason")
-        _print_table(console, columns, rows)
+    if begun := starts(run):
+        _print_table(console, STARTS, begun)
     if run.unreadable:
         verb = "is no record and was" if run.unreadable == 1 else "are no records and were"
         console.print(f"{counted(run.unreadable, 'line')} of {FILE} {verb} left out")
@@ -96,6 +93,14 @@ def headline(run: RecordedRun) -> str:
         f"{steps}{until} in {duration(run.seconds)} on {where}; "
         f"{run.mean('samples_per_second'):,.0f} samples a second{worth}"
     )
+
+
+def starts(run: RecordedRun) -> list[Sequence[str]]:
+    """The rows about the starts of a run that was started again."""
+    return [
+        (clock(each.time), f"{each.step:,}", f"{each.size:,}", f"{each.lost:,}", each.reason)
+        for each in (run.starts if len(run.starts) > 1 else ())
+    ]
 
 
 def slow_ranks(run: RecordedRun) -> list[str]:
