@@ -166,7 +166,7 @@ def raise_together(
 
 @contextmanager
 def together(call: str = "distribute", group: Group | None = None) -> Iterator[None]:
-    """A context whose error all ranks raise, as ``gather_or_raise`` does; its end is a collective."""
+    """A context whose error all ranks raise, by ``gather_or_raise``; its end is a collective."""
     problem = None
     try:
         yield

@@ -130,12 +130,12 @@ class Record:
     # Whether the ranks train local weights, so that its state differs; ``remember`` sets it.
     local: bool = False
     sharded: ShardedObject | None = None  # its part on this rank, in a mesh
-    # The sync of a model in a mesh; None if it has none.
+    # What keeps a model in a mesh in step; None if there is no such state.
     sharded_sync: ShardedSync | None = None
 
 
 class Sync(Protocol):
-    """Keeps the state of a strategy or a compression for models that train together."""
+    """Keeps models that train together in step; has the state of a strategy or a compression."""
 
     strategy: Strategy
     compression: Compression | None  # as passed to ``distribute``
@@ -197,7 +197,7 @@ class Port(Protocol):
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:
         """Keep the ranks in step from now on, as the strategy says.
 
-        Returns each optimizer with its record, and the sync of state that a checkpoint saves.
+        Returns each optimizer with its record, and the sync whose state a checkpoint saves.
         """
 
 
