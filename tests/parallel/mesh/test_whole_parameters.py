@@ -217,6 +217,13 @@ def test_in_place_changes_of_a_leaf_are_refused_as_in_one_process(divided):
         p[0].zero_()
 
 
+def test_a_hook_on_what_is_computed_from_a_parameter_is_refused(divided):
+    """It would see a part of the gradient."""
+    _, p, _ = divided
+    with pytest.raises(ValueError, match="register the hook on the parameter"):
+        (2 * p).register_hook(print)
+
+
 @MORE
 def test_gradients_of_gradients(divided):
     model, p, whole = divided
