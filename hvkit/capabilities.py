@@ -81,7 +81,6 @@ class Support:
     axes: tuple[str, ...]
     other_axes: str  # an alternative to other axes
     refused: tuple[Refusal, ...]
-    without: Strategies = ()  # subclasses of ``strategies`` that it does not have
 
 
 STRATEGIES = tuple(strategies_in(strategies).values())
@@ -156,7 +155,7 @@ _PYTORCH = Support(
     ),
 )
 _KERAS_IN_LOOP = Support(
-    (Strategy,),
+    (Averaging, Rounds, ParameterServer),
     (Synchronous,),
     "hvkit.ShardedOptimizer() divides the optimizer's state; a model that is too large for one "
     "device needs PyTorch, whose fully_shard this uses",
@@ -173,7 +172,6 @@ _KERAS_IN_LOOP = Support(
             axis="any",
         ),
     ),
-    (FullyShard,),
 )
 _ACCUMULATED = Refusal(
     "accumulate",
@@ -264,8 +262,8 @@ def refuse_unsupported(framework: Framework, options: Options) -> None:
     support, strategy, name = SUPPORT[framework], options.strategy, framework.name
     strategy.check(options.compression)
     _refuse_residuals_of_nan(options)
-    if not isinstance(strategy, support.strategies) or isinstance(strategy, support.without):
-        known = [each for each in STRATEGIES if has(support, each)]
+    if not isinstance(strategy, support.strategies):
+        known = [each for each in STRATEGIES if issubclass(each, support.strategies)]
         raise ValueError(
             f"{strategy} is not for {name}, which has {_names(known)}: {support.other_strategies}"
         )
@@ -321,10 +319,6 @@ def checked_strategy(strategy: object) -> Strategy:
     raise TypeError(
         f"strategy must be one of {known}; got {strategy!r} of type {type(strategy).__name__}"
     )
-
-
-def has(support: Support, strategy: type[Strategy]) -> bool:
-    return issubclass(strategy, support.strategies) and strategy not in support.without
 
 
 def _names(found: Iterable[type[Strategy]]) -> str:
