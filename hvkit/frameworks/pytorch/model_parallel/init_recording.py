@@ -165,8 +165,9 @@ class InitRecording:
         storages = self._replayed({view.storage for _, view in views})
         with torch.no_grad(), _disable_current_modes():
             if device is not None:
-                for number in storages:
-                    storages[number] = _moved(storages[number], device)
+                for number, storage in storages.items():
+                    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    storages[number] = data.to(device).untyped_storage()
                 for tensor in tensors:
                     if not tensor.is_meta and tensor.device != torch.device(device):
                         tensor.data = tensor.data.to(device)
@@ -290,11 +291,6 @@ def tag_of(tensor: torch.Tensor) -> tuple[InitRecording, int] | None:
 def set_tag(tensor: torch.Tensor, recording: InitRecording, number: int) -> None:
     """Attach a recording to all tensors that share this one's storage."""
     setattr(tensor.untyped_storage(), _ATTRIBUTE, (recording, number))
-
-
-def _moved(storage: torch.UntypedStorage, device: torch.device | str) -> torch.UntypedStorage:
-    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return data.to(device).untyped_storage()
 
 
 def _become(tensor: torch.Tensor, made: torch.Tensor) -> None:

@@ -120,7 +120,7 @@ class ParallelModel:
         self._mark_in_mesh(model.parameters())
         self._full = FullModel(model)
         # A script may have replaced the forward of the instance itself.
-        self._of_instance = vars(model).get("forward")
+        self._of_instance = {name: each for name, each in vars(model).items() if name == "forward"}
         vars(model)["forward"] = self._forward
         vars(model)["__deepcopy__"] = self._refuse_copy
         # PyTorch calls hooks registered during a call only if there was one when it began.
@@ -152,7 +152,8 @@ class ParallelModel:
             self._losses.begin()
             if self._run is None:
                 hooks = set(self._model._forward_pre_hooks)
-                self._restore_forward()
+                del vars(self._model)["forward"]
+                vars(self._model).update(self._of_instance)
                 try:
                     self._run = self._divide(args, kwargs)
                 finally:  # also after an error: the plain forward would train on this rank alone
@@ -177,11 +178,6 @@ class ParallelModel:
                     f"{name}, of which each rank of {self._options.mesh} holds a part: train "
                     "without mesh=, or compute with the parameters of the model"
                 )
-
-    def _restore_forward(self) -> None:
-        del vars(self._model)["forward"]
-        if self._of_instance is not None:
-            vars(self._model)["forward"] = self._of_instance
 
     def _divide(self, args: Any, kwargs: Any) -> Callable[[Any, Any], Any]:
         """Keep this rank's part of the model, free the rest, and return its forward."""
@@ -352,11 +348,11 @@ class ParallelModel:
 
     @numbers.setter
     def numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
-        self.when_divided(functools.partial(self._set_numbers, states))
+        def load() -> None:
+            if self._random and len(states) == len(self._random.states):
+                self._random.states = [torch.from_numpy(state.copy()) for state in states]
 
-    def _set_numbers(self, states: list[np.ndarray[Any, Any]]) -> None:
-        if self._random and len(states) == len(self._random.states):
-            self._random.states = [torch.from_numpy(state.copy()) for state in states]
+        self.when_divided(load)
 
     def require_division(self, optimizer: Optimizer, _: Any) -> None:
         """Before an update: raise if it would train the whole model, without the other ranks."""
