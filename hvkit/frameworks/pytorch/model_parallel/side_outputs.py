@@ -89,7 +89,7 @@ class _Search:
         self.containers: dict[str, dict[Any, Any]] = {}
         # By id, the dicts of which this has followed all keys.
         self.complete: dict[int, Any] = {}
-        self._seen: set[int] = set()
+        self._seen: dict[int, Any] = {}  # alive, so that nothing else gets the id
         modules = dict(model.named_modules())
         for name, module in modules.items():
             attributes = self.complete[id(module.__dict__)] = module.__dict__
@@ -114,7 +114,7 @@ class _Search:
     def _follow(self, name: str, thing: Any, depth: int) -> None:
         if depth > _DEEPEST or id(thing) in self._seen or isinstance(thing, _PLAIN):
             return
-        self._seen.add(id(thing))
+        self._seen[id(thing)] = thing
         if isinstance(thing, functools.partial):
             thing = (thing.func, *thing.args, *thing.keywords.values())
         elif isinstance(thing, MethodType):
