@@ -84,10 +84,10 @@ def start(
     rank_errors.install(watcher)
     threads.before_end.append(watcher.thread_failed)
     PREEMPTION.several_ranks()
+
+    def end() -> None:
+        rank_errors.note_uncaught()
+        watcher.stop()
+
     # Registered after Horovod's own function, so it runs before: the others get the reason first.
-    atexit.register(_end, watcher)
-
-
-def _end(watcher: Hub | Reporter) -> None:
-    rank_errors.note_uncaught()
-    watcher.stop()
+    atexit.register(end)

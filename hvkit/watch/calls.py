@@ -354,17 +354,18 @@ def report_every_second() -> None:
 
     ``hvkit top`` shows where ranks are, ``hvkit run --timeline`` their spans.
     """
-    if listened_to():
-        recorder = Recorder() if timeline_wanted() else None
-        threads.start("hvkit-heartbeat", _report_always, recorder)
+    if not listened_to():
+        return
+    recorder = Recorder() if timeline_wanted() else None
 
+    def report_always() -> None:
+        while True:
+            time.sleep(_until_next(time.time()))
+            report_now(status())
+            if recorder is not None:
+                recorder.send()
 
-def _report_always(recorder: Recorder | None) -> None:
-    while True:
-        time.sleep(_until_next(time.time()))
-        report_now(status())
-        if recorder is not None:
-            recorder.send()
+    threads.start("hvkit-heartbeat", report_always)
 
 
 def _until_next(now: float) -> float:

@@ -158,7 +158,10 @@ def _on_their_way(waiting: Mapping[int, Status], report_after: float) -> bool:
 
 
 def _waits(waiting: Mapping[int, Status]) -> str:
-    calls = {rank: f"{s.call}{_at(s)}{_handling(s)}" for rank, s in waiting.items()}
+    calls = {
+        rank: f"{s.call}{_at(s)}{f' while handling {s.handling}' if s.handling else ''}"
+        for rank, s in waiting.items()
+    }
     return "; ".join(
         f"{ranks_text(numbers)} wait{'s' if len(numbers) == 1 else ''} in {call}"
         for call, numbers in _ranks_with(calls)
@@ -195,7 +198,3 @@ def _ranks_with(texts: Mapping[int, str]) -> Iterable[tuple[str, list[int]]]:
 
 def _at(status: Status) -> str:
     return f" ({status.where})" if status.where else ""
-
-
-def _handling(status: Status) -> str:
-    return f" while handling {status.handling}" if status.handling else ""

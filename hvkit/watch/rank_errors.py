@@ -178,7 +178,8 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
     broken = isinstance(error, RuntimeError) and "/gloo/transport/" in text  # a connection
     if broken or re.search("Horovod has (been shut down|not been initialized)", text):
         return lost(call)
-    if _from_horovod(error) and "Mismatched" in text:
+    horovods = type(error).__name__ == "HorovodInternalError" or _from_tensorflow(error)
+    if horovods and "Mismatched" in text:
         reason = text[text.index("Mismatched") :].split("\n")[0]
         here = f"{call or 'a collective'} ({line_of_script()})"
         return RanksDisagreeError(
@@ -186,12 +187,6 @@ def meaning_of(error: BaseException, call: str = "") -> Exception | None:
             "and dtypes on every rank"
         )
     return None
-
-
-def _from_horovod(error: BaseException) -> bool:
-    horovod = sys.modules.get("horovod.common.exceptions")
-    internal = horovod is not None and isinstance(error, horovod.HorovodInternalError)
-    return internal or _from_tensorflow(error)
 
 
 def _from_tensorflow(error: BaseException) -> bool:
