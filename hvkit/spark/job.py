@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -49,7 +50,8 @@ _EXECUTORS_COME = 30.0
 # For Spark to notice that its tasks have ended, before the job is cancelled.
 _JOB_ENDS = 10.0
 _TICK = 0.05
-_OF_SPARK = "org.apache.spark.SparkException: "
+# What ends a job, in Py4J's text: an error of hvkit's in a task, or else Spark's own.
+_REASONS = (r"hvkit\.errors\.\w+: (.+)", r"org\.apache\.spark\.SparkException: (.+)")
 # Characters of Spark's error in ours.
 _ERROR = 500
 
@@ -183,11 +185,10 @@ class _Job:
 
     def reason(self, of_supervisor: str) -> str:
         """Why it has failed, in a line."""
-        # Py4J's text begins with a line of its own. Spark's name of the exception is no help.
-        lines = [line.strip() for line in str(self.problem).splitlines() if line.strip()]
-        reason = next((line for line in lines if _OF_SPARK in line), lines[0])
-        text = shortened(reason.rpartition(_OF_SPARK)[2], _ERROR)
-        return f"{text} ({of_supervisor})" if of_supervisor else text
+        text = str(self.problem).strip()
+        found = next(filter(None, (re.search(each, text) for each in _REASONS)), None)
+        reason = shortened(found[1] if found else text.partition("\n")[0], _ERROR)
+        return f"{reason} ({of_supervisor})" if of_supervisor else reason
 
     def _run(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
         while not (self.folder / _AGENTS).exists():

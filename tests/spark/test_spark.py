@@ -186,6 +186,18 @@ def test_a_killed_rank_is_named(spark):
         hvkit.spark.run(killed, num_proc=2)
 
 
+def test_why_a_task_has_refused_to_start_its_rank_is_in_the_error(spark, monkeypatch):
+    def refuses(*_):
+        def task(_):
+            raise LaunchError("no network interface of node1 has the address 127.0.1.1")
+
+        return task
+
+    monkeypatch.setattr(job, "RankTask", refuses)
+    with pytest.raises(LaunchError, match="the Spark job has failed: no network interface of node1"):
+        hvkit.spark.run(print, num_proc=1)
+
+
 def of_ranks():
     """The processes of agents, ranks and supervisors."""
     for process in psutil.process_iter(["cmdline"]):
