@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvkit.errors import HostfileError, UsageError
+from hvkit.errors import HostfileError
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,8 @@ def _host_of_option(word: str, position: str) -> Host:
 
 
 def hosts_option(hosts: Sequence[Host]) -> str:
-    """``hosts`` as a list for ``-H``; raises ``UsageError`` for one without slots."""
-    words = []
-    for host in hosts:
-        if host.slots is None:
-            raise UsageError(
-                f"{host.name} has no number of slots: add slots=N to it in the hostfile"
-            )
-        words.append(f"{f'{host.user}@' if host.user else ''}{host.name}:{host.slots}")
-    return ",".join(words)
+    """Hosts with slots as a list for ``-H``."""
+    return ",".join(f"{f'{h.user}@' if h.user else ''}{h.name}:{h.slots}" for h in hosts)
 
 
 def _distinct(hosts: Mapping[str, Host], source: str) -> tuple[Host, ...]:

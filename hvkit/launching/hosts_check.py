@@ -214,7 +214,7 @@ def _connections(connections: Reachability) -> _Found:
 
 def _reason(reach: Reach) -> str:
     if not reach.addresses:
-        return ": its name does not resolve there; add it to DNS or to /etc/hosts there"
+        return ": its name has no IPv4 address there; add it to DNS or to /etc/hosts there"
     tried = ", ".join(map(" ".join, zip(reach.addresses, reach.failures, strict=True)))
     if all(map(_is_loopback, reach.addresses)) or ANOTHER_ANSWERS in reach.failures:
         return f": its name means another host there ({tried}); correct DNS or /etc/hosts there"

@@ -154,9 +154,7 @@ async def _connect_to_others() -> None:
             await writer.drain()
             writer.close()
 
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listening = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+    listening = socket.create_server(("", 0))
     async with await asyncio.start_server(greet, sock=listening):
         _print({"port": listening.getsockname()[1], "token": token, "time": time.time()})
         others = json.loads(await asyncio.to_thread(sys.stdin.readline))
@@ -165,8 +163,9 @@ async def _connect_to_others() -> None:
 
 
 async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
-    """Try the addresses of a host's name in turn, until that host answers with its token."""
-    addresses = [str(address) for address in await asyncio.to_thread(addresses_of, other["name"])]
+    """Try the IPv4 addresses of a name in turn, until that host answers with its token."""
+    known = await asyncio.to_thread(addresses_of, other["name"])
+    addresses = [str(address) for address in known if address.version == 4]
     failures: list[str] = []
     found: dict[str, Any] = {"target": other["name"], "addresses": addresses, "failures": failures}
     for address in addresses:
@@ -181,8 +180,7 @@ async def _reach(other: Mapping[str, Any]) -> dict[str, Any]:
             # asyncio replaces the system's text by its own.
             failures.append(os.strerror(error.errno).lower() if error.errno else str(error))
             continue
-        # A socket for both families adds this prefix to IPv4 addresses.
-        source = writer.get_extra_info("sockname")[0].removeprefix("::ffff:").partition("%")[0]
+        source = writer.get_extra_info("sockname")[0]
         writer.close()
         if token == other["token"]:
             interface = name_of_interface(source)

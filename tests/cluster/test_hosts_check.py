@@ -95,7 +95,7 @@ def test_hosts_that_cannot_reach_each_other_are_told(rig: _Rig) -> None:
         # Every host has an interface of this address.
         "node3: cannot reach node1": " (172.17.0.1 connection refused): is that its address",
         "node3: cannot reach node2": f" ({node2.address} timed out): is that its address",
-        "node3: cannot reach node4": ": its name does not resolve there; add it to DNS",
+        "node3: cannot reach node4": ": its name has no IPv4 address there; add it to DNS",
         "node2: its own name, node2, resolves to 127.0.1.1": " there, which no other host can",
         **{
             f"node4: cannot reach {name}": f" ({hosts.host(name).address} network is unreachable)"

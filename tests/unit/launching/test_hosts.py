@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvkit.errors import HostfileError, LaunchError
+from hvkit.errors import HostfileError
 from hvkit.launching.hosts import Host, hosts_option, parse_hostfile, read_hosts_option
 
 
@@ -54,11 +54,6 @@ def test_a_written_list_is_read_as_the_same_hosts(names, slots):
 def test_an_invalid_list_is_an_error_that_names_the_host(text, message):
     with pytest.raises(HostfileError, match=f"^-H: {re.escape(message)}"):
         read_hosts_option(text)
-
-
-def test_a_host_without_slots_cannot_be_listed():
-    with pytest.raises(LaunchError, match="h1 has no number of slots: add slots=N to it"):
-        hosts_option([Host("h1")])
 
 
 @pytest.mark.parametrize(
