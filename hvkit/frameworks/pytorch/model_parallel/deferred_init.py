@@ -8,7 +8,7 @@ maintains, on PyTorch's dispatch modes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -251,44 +251,41 @@ def _recorded_whole(recorder: _Recorder) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = plain
 
 
-class PendingLoad:
-    """Keeps the state dicts that a script loads into a deferred model until it is divided."""
+def keep_loads(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Keep the state dicts that a script loads into a deferred model; return what loads them."""
+    of_model: list[tuple[dict[str, Any], bool]] = []
+    states: dict[Optimizer, dict[str, Any]] = {}
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._state: dict[str, Any] = {}
-        self._strict = True
-        self._states: dict[Optimizer, dict[str, Any]] = {}
-        self._model = model
-        vars(model)["load_state_dict"] = self._keep
-        self._hooks = [
-            each.register_load_state_dict_pre_hook(self._keep_state) for each in optimizers
-        ]
-
-    def _keep(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    def keep(state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
         """Replaces ``load_state_dict``, which would copy values into tensors without memory."""
-        self._state, self._strict = dict(state_dict), strict
-        own = self._model.state_dict().keys()
-        missing, unexpected = own - state_dict.keys(), state_dict.keys() - own
+        own = model.state_dict().keys()
+        missing, unexpected = sorted(own - state_dict.keys()), sorted(state_dict.keys() - own)
         if strict and (missing or unexpected):
             raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(self._model).__name__}: missing keys "
-                f"{sorted(missing)}, unexpected keys {sorted(unexpected)}"
+                f"Error(s) in loading state_dict for {type(model).__name__}: missing keys "
+                f"{missing}, unexpected keys {unexpected}"
             )
-        return _IncompatibleKeys(sorted(missing), sorted(unexpected))
+        of_model[:] = [(dict(state_dict), strict)]
+        return _IncompatibleKeys(missing, unexpected)
 
-    def _keep_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        self._states[optimizer] = {**state, "state": dict(state["state"])}
+    def keep_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        states[optimizer] = {**state, "state": dict(state["state"])}
         return {**state, "state": {}}
 
-    def load(self) -> None:
-        for hook in self._hooks:
+    def load() -> None:
+        for hook in hooks:
             hook.remove()
-        del vars(self._model)["load_state_dict"]
-        if self._state:
-            self._model.load_state_dict(self._state, self._strict)
-        for optimizer, state in self._states.items():
+        del vars(model)["load_state_dict"]
+        for state, strict in of_model:
+            model.load_state_dict(state, strict)
+        for optimizer, state in states.items():
             optimizer.load_state_dict(state)
-        self._state, self._states = {}, {}
+        of_model.clear()
+        states.clear()
+
+    vars(model)["load_state_dict"] = keep
+    hooks = [each.register_load_state_dict_pre_hook(keep_state) for each in optimizers]
+    return load
 
 
 def _refuse(

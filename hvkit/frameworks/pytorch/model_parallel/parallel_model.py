@@ -23,7 +23,7 @@ from hvkit.frameworks.pytorch.divided_state.fully_shard import follow, shard_sta
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.gradients.reducer import watch_passes
 from hvkit.frameworks.pytorch.gradients.script_hooks import HooksOnShards
-from hvkit.frameworks.pytorch.model_parallel.deferred_init import PendingLoad
+from hvkit.frameworks.pytorch.model_parallel.deferred_init import keep_loads
 from hvkit.frameworks.pytorch.model_parallel.division import (
     decide,
     require_one_stage_for_each,
@@ -116,7 +116,7 @@ class ParallelModel:
         # Loads that wait until the model is divided.
         self._pending: list[Callable[[], None]] = []
         if recording is not None:
-            self._pending.append(PendingLoad(model, optimizers).load)
+            self._pending.append(keep_loads(model, optimizers))
         self._mark_in_mesh(model.parameters())
         self._full = FullModel(model)
         # A script may have replaced the forward of the instance itself.
