@@ -197,12 +197,12 @@ class LocalWeightsSync(Sync):
         """Set the weights that the ranks would agree on now, for evaluation; a collective."""
 
     @property
-    def shown(self) -> bool:
+    def shows_agreed(self) -> bool:
         return self._local is not None
 
     def show(self) -> bool:
         """Show the agreed weights; a collective. Return False if they were shown already."""
-        if self.shown:
+        if self.shows_agreed:
             return False
         differ = self._compare_ranks()
         self._local = self.weights.values()
@@ -247,7 +247,7 @@ class LocalWeightsSync(Sync):
 
     def refuse_step(self) -> None:
         """Raise if the agreed weights are shown: the end of the block discards them."""
-        if self.shown:
+        if self.shows_agreed:
             raise ValueError(
                 "an optimizer steps inside hvkit.settled, which puts each rank's local weights "
                 "back at its end: train outside of the block"

@@ -31,15 +31,6 @@ from hvkit.sync.rounds import RoundSync
 Vector = NDArray[Any]
 
 
-def variables_of(module: Any) -> dict[str, Any]:
-    """The variables of a module of NNX with their names, each once."""
-    return {
-        "/".join(map(str, path)): node
-        for path, node in nnx.iter_graph(module)
-        if isinstance(node, nnx.Variable)
-    }
-
-
 class NnxWeights(Weights):
     """The variables of a module, with vectors of NumPy.
 
@@ -159,12 +150,12 @@ class NnxRounds(RoundSync):
     counted: CountedOptimizer  # the model's optimizer
 
     def show(self) -> bool:
-        if not self.shown:
+        if not self.shows_agreed:
             self.counted.count_steps()
         return super().show()
 
     def wait_for_agreements(self, numbers: Container[int] | None = None) -> None:
-        if numbers is None and not self.shown:
+        if numbers is None and not self.shows_agreed:
             self.counted.count_steps()
         super().wait_for_agreements(numbers)
 
@@ -240,9 +231,9 @@ _syncs: WeakKeyDictionary[Any, NnxRounds] = WeakKeyDictionary()
 
 
 def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
-    variables = variables_of(model)
-    weights = {name: v for name, v in variables.items() if isinstance(v, nnx.Param)}
-    statistics = [v for v in variables.values() if isinstance(v, nnx.BatchStat)]
+    nodes = list(nnx.iter_graph(model))  # each once
+    weights = {"/".join(map(str, path)): v for path, v in nodes if isinstance(v, nnx.Param)}
+    statistics = [v for _, v in nodes if isinstance(v, nnx.BatchStat)]
     of_model = NnxWeights(weights, statistics, all_ranks())
     name = all_ranks().numbered("hvkit.jax")
     sync = NnxRounds(strategy, of_model, name, partial(RunningExchanges, _start))
@@ -257,5 +248,5 @@ def train_locally(strategy: Rounds, model: Any, optimizer: Any) -> NnxRounds:
 def next_batch() -> None:
     """Before a step of models with local weights: end rounds; a collective."""
     for sync in list(_syncs.values()):
-        if not sync.shown:
+        if not sync.shows_agreed:
             sync.counted.next_batch()

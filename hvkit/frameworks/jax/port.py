@@ -58,8 +58,12 @@ class JaxPort:
         (self.model,), (self.optimizer,) = models, optimizers
         self._options = options
         self._refuse_model_and_optimizer()
-        if self._is_local:
-            self._refuse_for_local_weights()
+        if self._is_local and not (is_nnx(self.model) and is_nnx(self.optimizer)):
+            raise TypeError(
+                f"{options.strategy} sets weights between two steps, so in JAX it takes one "
+                f"nnx.Module and its nnx.Optimizer, got {type(self.model).__name__} and "
+                f"{type(self.optimizer).__name__}: steps replace the arrays of a pytree"
+            )
         batches.refuse_other_batches(self._is_local)
         self._mesh = mesh = options.mesh.mesh if options.mesh else Mesh(options.group.size)
         refuse_other_mesh(mesh)
@@ -76,15 +80,6 @@ class JaxPort:
     @property
     def _is_local(self) -> bool:
         return isinstance(self._options.strategy, Rounds)
-
-    def _refuse_for_local_weights(self) -> None:
-        strategy = self._options.strategy
-        if not is_nnx(self.model) or not is_nnx(self.optimizer):
-            raise TypeError(
-                f"{strategy} sets weights between two steps, so in JAX it takes one nnx.Module and "
-                f"its nnx.Optimizer, got {type(self.model).__name__} and "
-                f"{type(self.optimizer).__name__}: steps replace the arrays of a pytree"
-            )
 
     def _refuse_model_and_optimizer(self) -> None:
         for role, thing in (("model", self.model), ("optimizer", self.optimizer)):
@@ -175,9 +170,7 @@ class JaxPort:
         ], None
 
     def _divide_updates(self) -> None:
-        def of(transformation: Any) -> Any:
-            return _sharded_updates(transformation, self._of_weights, self._of_state)
-
+        of = partial(_sharded_updates, of_weights=self._of_weights, of_state=self._of_state)
         for each in _each(self.optimizer):
             if is_nnx(each):
                 each.tx = of(each.tx)
