@@ -1,6 +1,7 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -31,13 +32,13 @@ from hvkit.build.wheels import (
     lock,
     minors_between,
     misfits,
-    require_writable_cache,
 )
 from hvkit.errors import BuildError, is_of_full_disk
-from hvkit.host.system import claim, run
+from hvkit.host.system import cache_dir, claim, run
 
 # Two wheels may fit: one for the version of PyTorch, one for a neighbour of it.
 _TRIES = 2
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 # Seconds between two looks at whether another process has ended.
 _TICK = 0.2
 _CHECK = """
@@ -67,12 +68,18 @@ def install_horovod(options: BuildOptions) -> None:
     """Install the Horovod that fits this Python's frameworks and the MPI found."""
     try:
         _install_horovod(options)
-    except OSError as error:
-        if not is_of_full_disk(error):
+    except (OSError, NotImplementedError) as error:
+        if is_of_full_disk(error):
+            raise BuildError(
+                f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR "
+                "to folders on another disk"
+            ) from error
+        # The other is filelock's, of a file system without locks.
+        if isinstance(error, OSError) and error.errno not in _NOT_WRITABLE:
             raise
         raise BuildError(
-            f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR to "
-            "folders on another disk"
+            f"{error}: set HVKIT_CACHE_DIR (now {cache_dir()}), or --wheel-dir, to a folder that "
+            "hvkit can write to"
         ) from error
 
 
@@ -93,14 +100,14 @@ def installed_abi() -> Abi | None:
 
 def _install_horovod(options: BuildOptions) -> None:
     if options.wheel_dir:
-        ready_wheels.require_writable(options.wheel_dir)
+        with ready_wheels.lock(options.wheel_dir):  # or fail, before the build
+            pass
     if options.install and not claim(claim_of_environment()):
         announce("another process is installing Horovod into this Python; waiting")
         while not claim(claim_of_environment()):
             time.sleep(_TICK)
     if options.wheels and not options.force and _install_ready(options.wheels, options):
         return
-    require_writable_cache()
     toolchain = find_toolchain(options.without)
     toolchain = replace(toolchain, cuda=toolkit_for(options.gpu, toolchain.frameworks))
     key = key_of(toolchain)

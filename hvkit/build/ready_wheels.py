@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass
@@ -65,24 +64,10 @@ class ReadyWheel:
         return cls(name, sha256, Abi.of(entry["abi"]))
 
 
-def require_writable(folder: Path) -> None:
-    """Make a folder of wheels, and check that ``add`` can write there."""
-    try:
-        with _lock(folder), tempfile.TemporaryFile(dir=folder):
-            listed = (folder / INDEX).exists()
-    except (OSError, NotImplementedError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise BuildError(
-            f"--wheel-dir {folder}: no wheel can be written there ({why}): name another folder"
-        ) from error
-    if listed:
-        _entries(str(folder))
-
-
 def add(wheel: Path, folder: Path) -> Path:
     """Copy a wheel into a folder of wheels and its index, and return the copy."""
     abi = facts_of(wheel)
-    with _lock(folder):
+    with lock(folder):
         copy = folder / wheel.name
         if not copy.exists() or not copy.samefile(wheel):  # the folder may be the cache's
             shutil.copy(wheel, copy)
@@ -96,9 +81,9 @@ def add(wheel: Path, folder: Path) -> Path:
     return copy
 
 
-def _lock(folder: Path) -> FileLock:
+def lock(folder: Path) -> FileLock:
+    """The lock of a folder of wheels, which it makes: several builds may write there."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Several builds may write into one folder.
     return FileLock(folder / f".{INDEX}.lock")
 
 

@@ -37,7 +37,7 @@ from hvkit.build.toolchain import (
     run_time_paths,
     user_build_options,
 )
-from hvkit.errors import BuildError, is_of_full_disk
+from hvkit.errors import BuildError
 from hvkit.host.system import cache_dir, run
 
 FILE = "hvkit.json"
@@ -327,20 +327,6 @@ def wheels_dir() -> Path:
     folder = cache_dir() / "wheels"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def require_writable_cache() -> None:
-    """Make the folder of the cache, and check that it can hold a build."""
-    try:
-        with tempfile.TemporaryFile(dir=wheels_dir()):
-            pass
-    except OSError as error:
-        if is_of_full_disk(error):
-            raise
-        raise BuildError(
-            f"hvkit's cache, {cache_dir()}, cannot be written to ({error.strerror}): set "
-            "HVKIT_CACHE_DIR to a folder that can"
-        ) from error
 
 
 def find_wheel(key: Key) -> Path | None:
