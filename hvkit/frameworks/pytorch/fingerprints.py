@@ -68,15 +68,11 @@ def of_optimizer(optimizer: Optimizer) -> dict[str, Fingerprints]:
 
 def _entry(heading: str, values: Mapping[str, Any]) -> Fingerprints:
     """For tensors and numbers, and lists of them; other values are not compared."""
-    tensors: list[tuple[str, torch.Tensor]] = []
-    numbers: list[tuple[str, float]] = []
-    for key in sorted(values, key=str):
-        value = values[key]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if type(each) in (torch.Tensor, torch.nn.Parameter):
-                tensors.append((key, each))
-            elif isinstance(each, int | float):
-                numbers.append((key, float(each)))
+    in_order = [(key, values[key]) for key in sorted(values, key=str)]
+    lists = [(key, v if isinstance(v, list | tuple) else [v]) for key, v in in_order]
+    found = [(key, each) for key, several in lists for each in several]
+    tensors = [(key, v) for key, v in found if type(v) in (torch.Tensor, nn.Parameter)]
+    numbers = [(key, float(v)) for key, v in found if isinstance(v, int | float)]
     compared = [Compared(f"{key} in {heading}", unit_of(tensor)) for key, tensor in tensors]
     compared += [Compared(f"{key} in {heading}") for key, _ in numbers]
     rows = fingerprints_of([tensor for _, tensor in tensors])

@@ -9,7 +9,6 @@ from torch_nets import arrays, backward, local, regression, train, weights
 from torch_nets import distributed as distributed_model
 
 import hvkit
-from hvkit import main_rank
 
 
 def normalised(seed=0, **options):
@@ -61,8 +60,7 @@ def test_synchronised_layers_equal_one_process_with_all_ranks_batches(of_layers,
     assert same_on_all_ranks(state(model))
 
 
-def test_where_ranks_train_alone_synchronised_layers_are_said_to_be_local(caplog, monkeypatch):
-    monkeypatch.setattr(main_rank, "_logged", set())
+def test_where_ranks_train_alone_synchronised_layers_are_said_to_be_local(caplog):
     distributed(of_pytorch(), strategy=hvkit.LocalSGD(2))
     said = "SyncBatchNorm layers normalise with each rank's own batch" in caplog.text
     assert said == (hvkit.rank() == 0)

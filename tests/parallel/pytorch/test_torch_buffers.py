@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from ranks import all_but_rank_0, largest_difference, same_on_all_ranks, shared_folder
 from torch import nn
@@ -19,7 +18,6 @@ from torch_nets import (
 )
 
 import hvkit
-from hvkit import main_rank
 from hvkit.frameworks.pytorch import buffers
 
 
@@ -49,11 +47,6 @@ def train(model, optimizer, data, average=lambda module: None):
         backward(model, (x, y))
         optimizer.step()
         average(model[1])
-
-
-@pytest.fixture(autouse=True)
-def _warns_again():
-    main_rank._logged.clear()
 
 
 def said(caplog):

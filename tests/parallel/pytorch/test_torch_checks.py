@@ -10,12 +10,7 @@ from torch.nn.utils import prune
 from torch_nets import distributed, local, mlp, raised_everywhere, regression, train, weights
 
 import hvkit
-from hvkit import main_rank, runtime
-
-
-@pytest.fixture(autouse=True)
-def _nothing_warned_yet(monkeypatch):
-    monkeypatch.setattr(main_rank, "_logged", set())
+from hvkit import runtime
 
 
 def on_rank(rank, function):

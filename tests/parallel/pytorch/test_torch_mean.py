@@ -228,11 +228,6 @@ MEANS = {
 NAMED = "write `loss = hvkit.mean(total, count)`"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_warned_yet(monkeypatch):
-    monkeypatch.setattr(main_rank, "_logged", set())
-
-
 def warned(loss_of, capsys, first=6, **options):
     """Whether rank 0 warns of losses over different numbers, in one step of training."""
     main_rank._logged.clear()

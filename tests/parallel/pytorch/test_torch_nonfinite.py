@@ -39,10 +39,6 @@ def step(model, optimizer, batch, *, bad=False):
     optimizer.step()
 
 
-def same(found, expected):
-    return identical(found, expected)
-
-
 class InTwoParts(torch.optim.SGD):
     """Goes on with the gradients after the step of its parent class."""
 
@@ -78,7 +74,7 @@ def test_a_step_that_is_skipped_changes_nothing(make, options, capsys):
             assert all(p.grad is not None for p in model.parameters())
         else:
             step(twin, plain, batch)
-    assert same(weights(model), weights(twin))
+    assert identical(weights(model), weights(twin))
     assert alike(model)
     logged = capsys.readouterr().err
     expected = "skipped step 103: rank 1 has a NaN or infinite gradient of parameters 0.weight, "
@@ -97,7 +93,7 @@ def test_a_step_with_a_closure_is_skipped_too():
 
     before = weights(model)
     optimizer.step(closure)
-    assert same(weights(model), before)
+    assert identical(weights(model), before)
 
 
 class TwoPasses(torch.optim.Optimizer):
@@ -130,7 +126,7 @@ def test_gradients_that_a_step_computes_itself_are_skipped():
             optimizer.step()
         assert alike(model)
         found.append(weights(model))
-    assert same(*found)
+    assert identical(*found)
 
 
 def before_it_is_averaged(parameter, change):
@@ -217,7 +213,7 @@ def test_statistics_of_batch_norm_survive_a_skipped_step(batch_norm):
             x = x * float("nan")
         step(model, optimizer, (x, y))
         if bad and (hvkit.rank() == 1 or batch_norm != "local"):
-            assert same(statistics(model), before)
+            assert identical(statistics(model), before)
     assert all(np.isfinite(each).all() for each in statistics(model))
 
 
@@ -237,7 +233,7 @@ def test_statistics_that_a_checkpoint_has_brought_survive_a_skipped_step(tmp_pat
     model, optimizer, checkpoint = begin()
     checkpoint.restore()
     step(model, optimizer, (x * float("nan"), y))
-    assert same(statistics(model), kept)
+    assert identical(statistics(model), kept)
 
 
 class Discriminator(torch.nn.Linear):
