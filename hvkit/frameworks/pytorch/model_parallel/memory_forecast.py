@@ -71,7 +71,7 @@ class RankForecast(NamedTuple):
 class Memory(NamedTuple):
     """The memory that a rank may use, in bytes, and a number for the host or GPU that has it."""
 
-    place: int
+    pool: int
     nbytes: int
 
 
@@ -110,10 +110,10 @@ def log_division(
     names = " and ".join(dict.fromkeys(type(each).__name__ for each in optimizers))
     lines = table(ranks, memories, links.ranks, names)
     if len(ranks) > 1:
-        share = bubble(len(ranks), len(ranks[0].stages), microbatches)
+        waiting = bubble(len(ranks), len(ranks[0].stages), microbatches)
         less = "at most " if options.schedule in SPLIT_BACKWARD else ""
         lines += (
-            f"\n    and each rank waits for other stages {less}{share:.0%} of the time in "
+            f"\n    and each rank waits for other stages {less}{waiting:.0%} of the time in "
             f"forward and backward passes: {options.schedule}, {microbatches} "
             "micro-batches"
         )
@@ -239,8 +239,8 @@ def memory_of_rank(device: torch.device, model: nn.Module) -> Memory:
 
 def divided_memory(memories: Sequence[Memory]) -> list[Memory]:
     """The same, with equal shares of a GPU for the ranks that use it."""
-    places = [place for place, _ in memories]
-    return [Memory(place, nbytes // places.count(place)) for place, nbytes in memories]
+    pools = [pool for pool, _ in memories]
+    return [Memory(pool, nbytes // pools.count(pool)) for pool, nbytes in memories]
 
 
 def table(
@@ -265,13 +265,13 @@ def too_large(
 ) -> str:
     """A warning that memory will not suffice; empty if it will."""
     each = len(members) // len(ranks)
-    for place in dict.fromkeys(memory.place for memory in memories):
-        there = [i for i, memory in enumerate(memories) if memory.place == place]
-        needed = sum(ranks[i // each].total for i in there)
-        room = sum(memories[i].nbytes for i in there)
+    for pool in dict.fromkeys(memory.pool for memory in memories):
+        users = [i for i, memory in enumerate(memories) if memory.pool == pool]
+        needed = sum(ranks[i // each].total for i in users)
+        room = sum(memories[i].nbytes for i in users)
         if needed > room:
             return (
-                f"a training step of {ranks_text([members[i] for i in there])} needs "
+                f"a training step of {ranks_text([members[i] for i in users])} needs "
                 f"{in_words(needed)}, but there are {in_words(room)}: divide the model among more "
                 'ranks, balance it with stages="bytes", take smaller batches, or '
                 'schedule="1F1B", which keeps the activations of fewer micro-batches'
