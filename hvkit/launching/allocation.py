@@ -296,12 +296,12 @@ def starts_ranks(hosts: Sequence[Host]) -> bool:
     here = os.environ.get(_CURRENT_HOST)
     if here is None:  # without SageMaker's training toolkit
         here = (_sagemaker_resources() or {}).get("current_host")
-    if not isinstance(here, str) or not are_of_a_job([Host(here)]):
-        job = _sagemaker_job(os.environ)
-        listed = ", ".join(host.name for host in (job.hosts if job else hosts))
+    job = _sagemaker_job(os.environ)
+    names = [host.name for host in (job.hosts if job else hosts)]
+    if here not in names:
         raise LaunchError(
-            f"{_CURRENT_HOST} must be one of the job's hosts ({listed}), got {here!r}: name the "
-            "hosts with a hostfile or -H instead"
+            f"{_CURRENT_HOST} must be one of the job's hosts ({', '.join(names)}), got {here!r}: "
+            "name the hosts with a hostfile or -H instead"
         )
     return here == hosts[0].name
 
