@@ -9,6 +9,7 @@ KERAS = ["keras>=3.5", "numpy>=1.26.4"]
 JAX = ["jax>=0.10", "flax>=0.12.2", "optax>=0.2.5"]
 # Docker's first layer is made from this file alone.
 README = Path(__file__).with_name("README.md")
+COMPLETION = ["shtab>=1.13"]
 
 setup(
     name="hvkit",
@@ -71,9 +72,11 @@ setup(
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
         "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
+        "completion": COMPLETION,
         "dev": [
             *("hypothesis", "jsonschema", "mypy", "pytest", "pytest-xdist", "ruff", "twine"),
             *("equinox", "grain", "ipykernel", "nbclient", "pyyaml"),
+            *COMPLETION,
         ],
     },
     # A path instead of an import hook, which type checkers and editors do not follow.

@@ -10,9 +10,10 @@
     ├── hosts               hvkit hosts             hvkit.launching.hosts_check and .hosts
     ├── installation        hvkit doctor            hvkit.doctor
     │                       hvkit install-horovod   hvkit.build
-    └── manifest            hvkit manifest ...      hvkit.manifest
+    ├── manifest            hvkit manifest ...      hvkit.manifest
+    └── command_line        hvkit completion        shtab
     arguments               arguments and types that several of them have
-    command_line            the parser's class: errors, examples, hvkit's equivalents of
+    command_line            also the parser's class: errors, examples, hvkit's equivalents of
                             torchrun's, accelerate's and mpirun's options; standard output
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from hvkit.cli import hosts, installation, manifest, run, saved_runs, top
-from hvkit.cli.command_line import CommandParser, all_written
+from hvkit.cli.command_line import CommandParser, add_completion, all_written
 from hvkit.errors import HvkitError
 
 
@@ -82,4 +83,5 @@ def parser() -> CommandParser:
         manifest.add_to,
     ):
         add(commands)
+    add_completion(commands, parser)
     return hvkit

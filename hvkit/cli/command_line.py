@@ -2,21 +2,27 @@
 
 The parser shows errors with the subcommand's usage, and examples. It knows options of torchrun,
 accelerate, deepspeed, horovodrun, mpirun and srun that people type, and says what to write instead
-(``FOREIGN``).
+(``FOREIGN``). ``hvkit completion`` reads it.
 """
 
 import argparse
 import contextlib
 import difflib
 import errno
+import functools
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
+
+from hvkit.errors import HvkitError
+
+SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -155,6 +161,47 @@ def _drop_output() -> None:
         except OSError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+def add_completion(
+    commands: "argparse._SubParsersAction[CommandParser]", whole: Callable[[], CommandParser]
+) -> None:
+    """Add ``hvkit completion``."""
+    parser = commands.add_parser(
+        "completion",
+        help="print what a shell needs to complete hvkit's arguments",
+        description="Print a script with which a shell completes the commands and options of "
+        "hvkit. It needs shtab: `pip install shtab`.",
+        examples={
+            'eval "$(hvkit completion bash)"': "for this shell (in ~/.bashrc: for all)",
+            'hvkit completion zsh > "${fpath[1]}/_hvkit"': "for every zsh",
+        },
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"{', '.join(SHELLS)}")
+    parser.set_defaults(execute=functools.partial(_completion, whole))
+
+
+def _completion(whole: Callable[[], CommandParser], args: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise HvkitError(
+            "there is no shtab, which writes completions: `pip install shtab`"
+        ) from None
+    hvkit = whole()
+    for action in _actions(hvkit):
+        if action.type is Path or action.nargs == argparse.REMAINDER:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(hvkit, args.shell))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
 
 
 _RANKS = "-np N is the number of all ranks on all hosts"

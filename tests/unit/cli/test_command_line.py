@@ -160,6 +160,18 @@ def test_versions_and_help(capsys):
     assert "nproc" not in text
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_options_and_files(capsys, shell):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--max-restarts" in script
+    assert "--nproc" not in script
+    if shell == "bash":
+        asked = "COMP_WORDS=(hvkit run --launcher g); COMP_CWORD=3; _shtab_hvkit; echo $COMPREPLY"
+        done = subprocess.run(["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True)
+        assert done.stdout == "gloo\n"
+
+
 def unread():
     """A pipe that nobody reads."""
     reader, writer = os.pipe()
