@@ -325,8 +325,9 @@ def _for_this_rank(callbacks: Any, group: Group, state: FitState | None, model: 
         given = [_without_output(each) for each in given if not isinstance(each, _WRITERS)]
     if state is None:
         return given
-    for each in given if state.adapt else ():
-        state.adapt(each)
+    if state.adapt:
+        for each in given:
+            state.adapt(each)
     first = [_showing_agreed_weights(state)] if state.local else []
     return [*first, *given, InStep(given, state), *state.watching()]
 

@@ -14,6 +14,7 @@ from keras_models import (
     fit,
     local,
     mlp,
+    mse,
     on_tensorflow,
     refit,
     regression,
@@ -122,7 +123,7 @@ def test_two_loss_scales_in_one_graph_are_checked_at_the_same_time():
     def step(x, y):
         with tf.GradientTape(persistent=True) as tape:
             losses = [
-                scaler.scale_loss(keras.losses.MSE(y, model(x)))
+                scaler.scale_loss(mse(y, model(x)))
                 for scaler, model in zip(scalers, models, strict=True)
             ]
         gradients = [
