@@ -31,15 +31,15 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def command_of(args: argparse.Namespace, *, may_be_option: bool) -> list[str]:
-    """The words of the command, of which there must be one; ``-`` is Python's standard input."""
+def command_of(args: argparse.Namespace) -> list[str]:
+    """The words of the command, of which there must be one."""
     words: list[str] = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         args.refuse(
             "COMMAND is missing: give the script or program that every rank runs, such as "
             "`script.py`"
         )
-    if not words[0] or (words[0].startswith("-") and not may_be_option):
+    if not words[0] or words[0].startswith("-"):
         args.refuse(
             f"COMMAND must begin with a script or program, such as `script.py`, got {words[0]!r}"
         )

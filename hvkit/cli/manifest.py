@@ -393,7 +393,7 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
                 )
         values |= {"grace": args.grace, "max_restarts": args.max_restarts}
         values["run_options"] = tuple(map(fields.utf8, watching(args)))
-    command = tuple(map(fields.utf8, command_of(args, may_be_option=False)))
+    command = tuple(map(fields.utf8, command_of(args)))
     return {**values, "command": command}
 
 

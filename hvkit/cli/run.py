@@ -102,7 +102,7 @@ def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
 
 
 def _execute(args: argparse.Namespace) -> int:
-    command = command_of(args, may_be_option=False)
+    command = command_of(args)
     try:
         request = request_of(args, command)
     except UsageError as error:
