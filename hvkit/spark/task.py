@@ -107,8 +107,7 @@ class RankTask:
                     **self.environ,
                     **_shipped({**os.environ, **self.environ}),
                     **self.agent,
-                    **_variables(position, len(ranks), hosts[number], address, front.port),
-                    "HOROVOD_GLOO_IFACE": interface,
+                    **_variables(position, len(ranks), hosts[number], interface, front.port),
                 },
                 stdin=subprocess.DEVNULL,
                 check=False,  # the agent reports how the rank has ended
@@ -128,7 +127,7 @@ def _interface(host: str, name: str, address: str) -> str:
 
 
 def _variables(
-    position: RankPosition, size: int, host: str, address: str, port: int
+    position: RankPosition, size: int, host: str, interface: str, port: int
 ) -> dict[str, str]:
     """The variables that Horovod's own launcher would set for a rank on Gloo."""
     values = {
@@ -139,6 +138,7 @@ def _variables(
         "CPU_OPERATIONS": "gloo",
         "GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
         "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_IFACE": interface,
         "GLOO_TIMEOUT_SECONDS": os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_WAITS),
     }
     return {f"HOROVOD_{name}": str(value) for name, value in values.items()}
