@@ -2,19 +2,16 @@
 
 Before the first update, after 1, 2, 4, 8, ... steps or every ``check_every``, the ranks exchange
 fingerprints in one small message along with the gradients, where they wait for each other anyway:
-do they hold the same weights, and do they compute different gradients?
+do they hold the same weights, and do they compute different gradients? The report on each step
+(``gradients/reduction.py``) has checksums of everything else. If these differ, the ranks exchange
+more here, to name the difference in the error.
 
-The report on each step (``gradients/reduction.py``) has checksums of everything else. If these
-differ, the ranks exchange more here, to name the difference in the error.
-
-A script may change gradients between ``backward()`` and ``step()``. Clipping, unscaling and the
-like change them in the same way everywhere, so the weights stay the same on all ranks. With
-different noise on each rank they do not. Ranks compare the gradients that an optimizer uses in its
-first step, and after 1, 2, 4, 8, ... steps. In between they look at the version counters of the
-gradients, which costs next to nothing. They compare again if a rank has changed its gradients in a
-way that is new to it, and after 1, 2, 4, 8, ... steps with changes. Changes through ``data`` or a
-NumPy array do not move the counters. To compare, ranks combine a checksum of the gradients with the
-checksum of the rates. Only if it differs do they send fingerprints.
+A script may change gradients between ``backward()`` and ``step()``, as clipping does, but must do
+so equally on all ranks. Ranks compare the gradients that an optimizer uses in its first step, after
+1, 2, 4, 8, ... steps, if a rank has changed its gradients in a way that is new to it, and after 1,
+2, 4, 8, ... steps with changes. These are seen by the version counters of the gradients, which cost
+next to nothing; changes through ``data`` or a NumPy array do not move them. A checksum of the
+gradients travels with that of the rates; only if it differs do ranks send fingerprints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Computes the fingerprints of PyTorch's tensors (``hvkit.sync.fingerprints``) on their devices.
 
-They are of single tensors, or of all that a model or an optimizer holds.
-
-On a CPU each tensor is read once. A GPU takes few kernels for all tensors together.
+On a CPU each tensor is read once. A GPU takes few kernels for all tensors together, as for those
+that a model or an optimizer holds.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from hvkit.frameworks.pytorch.buffers import RunningStatistics
 from hvkit.frameworks.pytorch.checks import Checks
 from hvkit.frameworks.pytorch.divided_state.sharded import (
     OwnedParameters,
+    OwnedState,
     gathered,
     refuse_joint_updates,
 )
@@ -178,7 +179,7 @@ class PyTorchPort:
         if isinstance(strategy, ShardedOptimizer):
             owned = OwnedParameters(strategy, name, self.options.group)
             for optimizer, around in hooks.items():
-                owned.divide_state(optimizer, around)
+                OwnedState(owned, optimizer, around)
         in_parts = isinstance(strategy, FullyShard | ShardedOptimizer)
         return records + self._attach(hooks, divided=in_parts), sync
 

@@ -1,7 +1,7 @@
 """Calls features around each update of PyTorch's optimizers, in one order; notices new parameters.
 
-Several features act around an update, each as a ``Feature`` at a position of ``Order``. They
-nest, the first is the outermost, in whatever order ``distribute`` adds the features::
+Several features act around an update, each as a ``Feature`` at a position of ``Order``. They nest,
+the first is the outermost, in whatever order ``distribute`` adds them::
 
     position    before               gradients            after                      failed
     TIMELINE                                              marks the step
@@ -16,9 +16,9 @@ nest, the first is the outermost, in whatever order ``distribute`` adds the feat
     RATE                                                  counts the step
 
 One update runs every ``before`` and then every ``gradients``, from the first position to the last.
-After the update, every ``after`` runs, from the last to the first: those further in have
-undone their changes by then. If the update raises, ``failed`` runs in place of ``after``. If the
-``after`` of one feature raises, ``failed`` runs for those further out.
+After the update, every ``after`` runs, from the last to the first: those further in have undone
+their changes by then. If the update raises, ``failed`` runs in place of ``after``. If the ``after``
+of one feature raises, ``failed`` runs for those further out.
 
 Closest to the update are ``update_begins`` and ``update_ends``, between which RATE multiplies the
 learning rate. The script's own hooks see the rate that the user set. Those that it has registered
@@ -33,9 +33,7 @@ position to the first, on what the closure has returned.
 
 ``attach`` uses hooks of PyTorch's, which also run if a script compiles ``optimizer.step``, or has
 kept it from before the call of ``distribute``. PyTorch skips them after a step that raises, so
-``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out. Keras on
-PyTorch has the same hooks. On TensorFlow an update is a part of a graph, and the port wraps methods
-of the optimizer, in the order that ``frameworks/keras/on_tensorflow.py`` has.
+``attach`` also replaces ``step`` on the instance; pickled optimizers leave that out.
 """
 
 from __future__ import annotations

@@ -50,10 +50,6 @@ class OwnedParameters:
         self._owner: dict[torch.Tensor, int] = {}
         self._steps = itertools.count(1)
 
-    def divide_state(self, optimizer: Optimizer, hooks: UpdateHooks) -> None:
-        """From now on; the optimizer holds the object that does so."""
-        _OwnedState(self, optimizer, hooks)
-
     def owner_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """The ranks that own parameters; new ones get an owner. Every rank passes the same."""
         new = [p for p in dict.fromkeys(parameters) if p not in self._owner]
@@ -149,8 +145,8 @@ class PartOfState(ABC):
         return parameters_of(self._optimizer)
 
 
-class _OwnedState(PartOfState):
-    """One optimizer with the state of the parameters that this rank owns."""
+class OwnedState(PartOfState):
+    """Keeps the state of the parameters that this rank owns; an attribute of the optimizer."""
 
     def __init__(
         self, parameters: OwnedParameters, optimizer: Optimizer, hooks: UpdateHooks
@@ -216,7 +212,7 @@ class _OwnedState(PartOfState):
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    return isinstance(part_of_state(optimizer), _OwnedState)
+    return isinstance(part_of_state(optimizer), OwnedState)
 
 
 def gathered(optimizer: Optimizer) -> AbstractContextManager[None]:
