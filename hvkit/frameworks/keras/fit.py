@@ -48,9 +48,10 @@ def combine_results(model: keras.Model, state: FitState, same_part: Group | None
     names: list[str] = []  # of the last results, if this rank had no batch
 
     def read_from_all_ranks(logs: Mapping[str, Any]) -> Mapping[str, Any]:
+        names.clear()
         state.end_pass()
         result = over_all_ranks(model, read, logs, group)
-        names[:] = () if logs else result
+        names.extend(() if logs else result)
         return result
 
     def flatten_in_order(logs: Mapping[str, Any]) -> Any:
