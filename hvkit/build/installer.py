@@ -1,7 +1,6 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -38,7 +37,6 @@ from hvkit.host.system import cache_dir, claim, run
 
 # Two wheels may fit: one for the version of PyTorch, one for a neighbour of it.
 _TRIES = 2
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 # Seconds between two looks at whether another process has ended.
 _TICK = 0.2
 _CHECK = """
@@ -74,8 +72,9 @@ def install_horovod(options: BuildOptions) -> None:
                 f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR "
                 "to folders on another disk"
             ) from error
+        folders = tuple(str(each) for each in (cache_dir(), options.wheel_dir) if each)
         # The other is filelock's, of a file system without locks.
-        if isinstance(error, OSError) and error.errno not in _NOT_WRITABLE:
+        if isinstance(error, OSError) and not str(error.filename).startswith(folders):
             raise
         raise BuildError(
             f"{error}: set HVKIT_CACHE_DIR (now {cache_dir()}), or --wheel-dir, to a folder that "
