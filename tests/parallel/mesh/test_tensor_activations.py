@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hvkit
+from hvkit.frameworks.pytorch.model_parallel.rank_groups import SameRandomNumbers
 
 pytestmark = [MORE, pytest.mark.usefixtures("torch_distributed")]
 
@@ -58,6 +59,17 @@ def test_each_rank_drops_other_elements_of_its_part(model, layer, length, by_ran
     model(inputs)
     found = {str(each) for rank in hvkit.allgather(kept) for each in rank}
     assert len(found) == 2 * (hvkit.size() if by_rank else 1)
+
+
+@pytest.mark.parametrize(("dropout", "train"), [(0.5, True), (0.5, False), (0.0, True)])
+def test_random_numbers_are_drawn_only_to_drop_elements(dropout, train, monkeypatch):
+    drawn, different = [], SameRandomNumbers.different
+    monkeypatch.setattr(
+        SameRandomNumbers, "different", lambda *args: drawn.append(args) or different(*args)
+    )
+    model, _, _ = divided(GPT(dropout=dropout).train(train), ids())
+    model(ids())
+    assert bool(drawn) == (dropout > 0 and train)
 
 
 class Between(GPT):

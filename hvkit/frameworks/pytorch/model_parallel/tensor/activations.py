@@ -32,7 +32,6 @@ _ON_PARTS = {
     *("scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "softmax", "log_softmax"),
     *("dropout", "alpha_dropout", "layer_norm", "rms_norm", "cross_entropy"),
 }
-_DRAWS = {"dropout", "alpha_dropout", "scaled_dot_product_attention"}
 
 
 class _OfThread(threading.local):
@@ -201,8 +200,7 @@ class DividedActivations(rules.EachOperation):
                 return divided_tensors.scatter(t, self._mesh, t.dim() - from_right)
             return used.get(t, t)
 
-        draws = call.name in _DRAWS and call.argument(4, "dropout_p", 1.0) > 0
-        with self._random.different(first.device) if draws else nullcontext():
+        with self._random.different(first.device) if _drops(call) else nullcontext():
             result = call.run(local)
         return tree_map_only(torch.Tensor, lambda t: divided(t, self._mesh, step.dim), result)
 
@@ -230,6 +228,14 @@ class DividedActivations(rules.EachOperation):
 def divided(part: torch.Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
     """This rank's part along a dimension, as a tensor of the full size."""
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+
+
+def _drops(call: rules.Operation) -> bool:
+    """Whether an operation draws which elements it drops."""
+    if call.name == "scaled_dot_product_attention":
+        return bool(call.argument(4, "dropout_p", 0.0) > 0)
+    trains = call.name in ("dropout", "alpha_dropout") and call.argument(2, "training", True)
+    return bool(trains and call.argument(1, "p", 0.5) > 0)
 
 
 def _shape_of(t: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ shows that they lead to a loss that can be divided.
 from __future__ import annotations
 
 import fnmatch
-import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,20 +83,15 @@ def vocabularies(model: nn.Module, layers: defaultdict[str, LinearUse]) -> list[
     outputs as an embedding has rows, and no linear layer takes them.
     """
     holders = holders_in(model)
-    find = functools.partial(_vocabulary, model, layers, holders)
-    found = [
-        find(weight, names)
-        for weight, names in holders.items()
-        if any(_is_embedding(model, name) for name in names)
-    ]
-    rows = {each.shape[0] for each in found}
+    found = {w: n for w, n in holders.items() if any(_is_embedding(model, name) for name in n)}
+    rows = {len(weight) for weight in found}
     taken = {name for seen in layers.values() for columns in seen.taken_from for name in columns}
     for weight, (name, *others) in holders.items():
         seen = layers[name]
-        right = weight.dim() == 2 and weight.shape[0] in rows and not seen.transposed
-        if right and seen.taken_from and not others and name not in taken:
-            found.append(find(weight, [name]))
-    return found
+        projects = seen.taken_from and not seen.transposed and name not in taken
+        if projects and not others and weight.dim() == 2 and len(weight) in rows:
+            found[weight] = [name]
+    return [_vocabulary(model, layers, holders, *each) for each in found.items()]
 
 
 def _is_embedding(model: nn.Module, name: str) -> bool:

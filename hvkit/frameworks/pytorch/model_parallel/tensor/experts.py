@@ -62,14 +62,14 @@ def experts_in(model: nn.Module, meta: Mapping[str, nn.Parameter]) -> dict[str, 
             continue
         prefix = f"{name}." if name else ""
         found[name] = seen = Experts([meta[f"{prefix}{each}"] for each in own])
-        others = [
+        others = (
             n
             for n, p in module.named_parameters()
             if n not in own or p.dim() not in (2, 3) or len(p) != counts[0]
-        ]
+        )
         shared = {each for p in own.values() for each in holders[p]} - {name}
-        if others:
-            seen.unusable = f"it computes with its experts and with {others[0]}"
+        if other := next(others, None):
+            seen.unusable = f"it computes with its experts and with {other}"
         elif shared:
             seen.unusable = f"it shares a parameter with {', '.join(sorted(shared))}"
         elif next(module.buffers(), None) is not None:
