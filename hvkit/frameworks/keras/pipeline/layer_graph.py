@@ -38,13 +38,19 @@ class LayerGraph:
         self.calls = list(_calls_of(self.functional))
         self.outputs = [id(t) for t in self.functional.outputs]
         self.made_by = {id(t): time for time, call in enumerate(self.calls) for t in call.outputs}
-        # By id: the last call that needs a tensor, the first one that uses a variable.
+        # By the id of a tensor: the last call that needs it.
         self._last_use = {t: time for time, call in enumerate(self.calls) for t in _inputs_of(call)}
         self._last_use |= dict.fromkeys(self.outputs, len(self.calls))
-        self._first_use: dict[int, int] = {}
+        # The layers with weights or random numbers that are called several times, and the times
+        # between two of their calls.
+        self.called_again: set[str] = set()
+        self._between: set[int] = set()
+        first_use: dict[int, int] = {}
         for time, call in enumerate(self.calls):
-            for v in variables_of(call.operation):
-                self._first_use.setdefault(id(v), time)
+            uses = [first_use.setdefault(id(v), time) for v in variables_of(call.operation)]
+            if (first := min(uses, default=time)) < time:
+                self.called_again.add(call.operation.name)
+                self._between.update(range(first + 1, time + 1))
         # Tensors that follow from the model's inputs without weights or random numbers: each stage
         # that needs one computes it.
         self._recomputed = {id(t) for t in self.functional.inputs}
@@ -67,20 +73,12 @@ class LayerGraph:
         found: list[LayerCut] = []
         for time in range(1, len(self.calls)):
             tensors = self.crossing(time)
-            if len(tensors) != 1 or id(tensors[0]) in self.outputs or self.shared_at(time):
+            if len(tensors) != 1 or id(tensors[0]) in self.outputs or time in self._between:
                 continue
             name = self.calls[self.made_by[id(tensors[0])]].operation.name
             if not found or found[-1].name != name:
                 found.append(LayerCut(name, time, _nbytes_of(tensors[0]), tensors[0]))
         return found
-
-    def shared_at(self, time: int) -> list[str]:
-        """The layers with weights or random numbers that are called before a time and after it."""
-        return [
-            call.operation.name
-            for call in self.calls[time:]
-            if any(self._first_use[id(v)] < time for v in variables_of(call.operation))
-        ]
 
     def flops(self, start: int, stop: int) -> int:
         """The estimated FLOPs of calls for a sample: two for each use of a weight in a product."""
@@ -132,13 +130,12 @@ def _balanced(graph: LayerGraph, count: int, balance: str) -> list[LayerCut]:
 
 def _reasons(graph: LayerGraph) -> str:
     """Why the model cannot be cut elsewhere, for errors."""
-    shared = {name for time in range(1, len(graph.calls)) for name in graph.shared_at(time)}
     nested = [
         call.operation.name for call in graph.calls if isinstance(call.operation, keras.Model)
     ]
-    text = ""
+    text, shared = "", ", ".join(sorted(graph.called_again))
     if shared:
-        text += f"; {', '.join(sorted(shared))} is called several times, and must be in one stage"
+        text += f"; {shared} is called several times, and must be in one stage"
     if nested:
         text += f"; {', '.join(nested)} is a model inside this one, and stays in one stage"
     return text
