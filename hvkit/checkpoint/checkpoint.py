@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,8 +13,9 @@ from hvkit.checkpoint import newest_checkpoint, resume, store
 from hvkit.checkpoint.newest_checkpoint import RESTORE
 from hvkit.checkpoint.part_types import StrategyPart, parts_for, parts_of_strategies
 from hvkit.checkpoint.replicas import Replicas
-from hvkit.checkpoint.resume import FitState, Progress
+from hvkit.checkpoint.resume import FitProgress, Progress
 from hvkit.checkpoint.saved_object import (
+    Part,
     all_of,
     named_fingerprints,
     rank_states,
@@ -25,6 +27,7 @@ from hvkit.communication import collectives
 from hvkit.communication.collectives import gather_or_raise, require_equal
 from hvkit.host.run_reports import report, run_name
 from hvkit.log import logger
+from hvkit.random_states import Arrays
 from hvkit.sync.fingerprints import require_same, warn_of_unlike
 from hvkit.sync.port import refuse_groups
 from hvkit.watch.calls import last_step, named, resume_at
@@ -137,7 +140,7 @@ class Checkpoint:
             self._refuse_sharded()
         self._replicas = Replicas(self.directory, self.replicas)
         self._writer = Writer(self.directory, self.keep, background, self._replicas)
-        self._fit_state = FitState()
+        self._fit_progress = FitProgress()
         self._epoch = 0
         self._equal_steps: bool | None = None
 
@@ -193,7 +196,7 @@ class Checkpoint:
                 epoch=check_count("epoch", epoch, least=0),
                 step=check_count("step", step, least=0),
                 batches=check_count("batches", batches, least=0),
-                epoch_batches=self._fit_state.epoch_batches if batches else 0,
+                epoch_batches=self._fit_progress.epoch_batches if batches else 0,
                 extras=_as_json_object(extras),
                 size=runtime.size(),
             )
@@ -217,17 +220,7 @@ class Checkpoint:
         for each in of_strategies:
             each.sync.wait_for_agreements()
         parts = [*self.parts, *of_strategies]
-        try:
-            with all_of(each.sync.unsettled() for each in of_strategies):
-                local, digests = rank_states(parts, self._fit_state.epoch_random if batches else {})
-            compared = named_fingerprints((part.name, *part.compared()) for part in parts)
-            may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
-        except Exception as error:
-            problem = error
-        gather_or_raise(SAVE, problem, None)
-        require_same(SAVE, *compared)
-        warn_of_unlike(SAVE, *may_differ)
-        local = unlike_rank_0(local, digests)
+        local = _compared_states(parts, self._fit_progress.epoch_random if batches else {})
         with all_of(each.sync.settled() for each in of_strategies):
             if self.sharded:
                 self._writer.save_sharded(manifest, parts, local)
@@ -362,9 +355,9 @@ class Checkpoint:
             *(written.epoch, written.step, batches, written.extras, written.size, folder),
             epoch_batches=written.epoch_batches,
         )
-        self._fit_state.start, self._fit_state.batches_read = start, written.batches
-        self._fit_state.random = random_states.as_arrays()
-        self._fit_state.saved_epoch_random = epoch_random
+        self._fit_progress.start, self._fit_progress.batches_read = start, written.batches
+        self._fit_progress.random = random_states.as_arrays()
+        self._fit_progress.saved_epoch_random = epoch_random
         return start
 
     def callback(self, every: Literal["epoch"] | int = "epoch") -> keras.callbacks.Callback:
@@ -390,6 +383,22 @@ class Checkpoint:
         from hvkit.checkpoint.fit_callback import SaveCallback  # imports Keras
 
         return SaveCallback(self, None if every == "epoch" else check_count("every", every))
+
+
+def _compared_states(parts: Sequence[Part], epoch_random: Arrays) -> Arrays:
+    """The state of this rank that differs from rank 0's, where it may differ; a collective."""
+    problem: Exception | None = None
+    try:
+        with all_of(part.sync.unsettled() for part in parts if isinstance(part, StrategyPart)):
+            local, digests = rank_states(parts, epoch_random)
+        compared = named_fingerprints((part.name, *part.compared()) for part in parts)
+        may_differ = named_fingerprints((part.name, *part.may_differ()) for part in parts)
+    except Exception as error:  # any error: the other ranks must not wait for this one
+        problem = error
+    gather_or_raise(SAVE, problem, None)
+    require_same(SAVE, *compared)
+    warn_of_unlike(SAVE, *may_differ)
+    return unlike_rank_0(local, digests)
 
 
 def _as_json_object(extras: object) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class SaveCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         _call_last()
         self.swaps: list[EmaSwap] = []
-        self._checkpoint, self._state, self._every = checkpoint, checkpoint._fit_state, every
+        self._checkpoint, self._state, self._every = checkpoint, checkpoint._fit_progress, every
         self._optimizers = [
             part.optimizer for part in checkpoint.parts if isinstance(part, OptimizerPart)
         ]

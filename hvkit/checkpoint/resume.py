@@ -36,6 +36,9 @@ from hvkit.sync.port import kept_statistics
 # Bytes of a broadcast of files that are only copied.
 _PIECE = 1 << 24
 
+# Takes the name and the content of a file, or of the next piece of it.
+_Take = Callable[[str, NDArray[np.uint8]], None]
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -61,7 +64,7 @@ class Progress:
 
 
 @dataclass
-class FitState:
+class FitProgress:
     """The state with which Keras's ``fit`` continues after ``restore``, and which its saves add."""
 
     start: Progress = field(default_factory=Progress)
@@ -118,11 +121,7 @@ def batches_after(read: int, then: tuple[int, int], now: tuple[int, int]) -> int
     return read * all_now // all_then
 
 
-def load(
-    found: FoundCheckpoint,
-    parts: Sequence[Part],
-    take: Callable[[str, NDArray[np.uint8]], None] | None = None,
-) -> Arrays:
+def load(found: FoundCheckpoint, parts: Sequence[Part], take: _Take | None = None) -> Arrays:
     """Load the files of one rank into every rank's parts; a collective.
 
     Every rank calls ``take`` with the name and the content of each file; it is None if rank 0's
@@ -142,6 +141,30 @@ def load(
     for each in of_strategies:
         each.in_round = in_round
         each.sync.wait_for_agreements()
+    problem = _load_parts(found, parts, take)
+    epoch_random: Arrays = {}
+    try:
+        saved = _saved_rank_states(found, in_round=in_round)
+        if problem is None:
+            epoch_random = load_rank_states(saved, parts)
+    except Exception as error:
+        problem = problem or error
+    gather_or_raise(RESTORE, problem, None)
+    for statistics in kept_statistics:
+        statistics.keep()
+    if runtime.rank() == 0:
+        _log_resumed(found, parts)
+    for each in of_strategies:
+        if each.name not in manifest.parts:
+            each.start_over("the checkpoint has no state of it")
+    return epoch_random
+
+
+def _load_parts(
+    found: FoundCheckpoint, parts: Sequence[Part], take: _Take | None
+) -> Exception | None:
+    """Load the parts' files; return why one cannot be loaded here. A collective."""
+    folder, manifest = found.folder, found.manifest
     problem: Exception | None = None
     for part in parts:
         if part.name not in manifest.parts:
@@ -164,22 +187,7 @@ def load(
                 part.load(content.data, facts)
         except Exception as error:  # any error: the other ranks must not wait for this one
             problem = problem or _explained(error, part, folder)
-    epoch_random: Arrays = {}
-    try:
-        saved = _saved_rank_states(found, in_round=in_round)
-        if problem is None:
-            epoch_random = load_rank_states(saved, parts)
-    except Exception as error:
-        problem = problem or error
-    gather_or_raise(RESTORE, problem, None)
-    for statistics in kept_statistics:
-        statistics.keep()
-    if runtime.rank() == 0:
-        _log_resumed(found, parts)
-    for each in of_strategies:
-        if each.name not in manifest.parts:
-            each.start_over("the checkpoint has no state of it")
-    return epoch_random
+    return problem
 
 
 def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
@@ -210,9 +218,7 @@ def _saved_rank_states(found: FoundCheckpoint, *, in_round: bool) -> Arrays:
 
 
 @contextmanager
-def copied_to(
-    directory: Path, found: FoundCheckpoint
-) -> Iterator[Callable[[str, NDArray[np.uint8]], None]]:
+def copied_to(directory: Path, found: FoundCheckpoint) -> Iterator[_Take]:
     """While the ranks load a checkpoint, write it into rank 0's directory as its newest.
 
     Yields a function that every rank calls with the name and the content of each file that it has

@@ -63,7 +63,7 @@ class Writer:
         self, directory: Path, keep: int | None, background: bool, replicas: Replicas
     ) -> None:
         self.directory = directory
-        self.saves = 0
+        self._serial = self.saves = 0
         """The number of saves of this run so far."""
         self._keep, self._background, self._replicas = keep, background, replicas
         self._writing: Future[None] | None = None
@@ -161,14 +161,9 @@ class Writer:
     def _numbered(self, manifest: Manifest) -> Manifest:
         """The manifest with the numbers of the next save; locks the directory."""
         serial, saves = store.prepare(self.directory)
-        self.saves = max(saves, self.saves) + 1
-        return replace(
-            manifest,
-            serial=serial + 1,
-            saves=self.saves,
-            run=run_name(),
-            versions=_versions(),
-        )
+        self._serial, self.saves = max(serial, self._serial) + 1, max(saves, self.saves) + 1
+        numbered = replace(manifest, serial=self._serial, saves=self.saves)
+        return replace(numbered, run=run_name(), versions=_versions())
 
     def _new_folder(self, step: int) -> AbstractContextManager[Path]:
         return store.new_folder(self.directory, store.name_of(step))

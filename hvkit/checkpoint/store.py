@@ -11,6 +11,7 @@ Used by rank 0, and by ranks that keep copies in memory.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, count
 from pathlib import Path
@@ -207,11 +208,22 @@ def prepare(directory: Path) -> tuple[int, int]:
             _delete(entry)
         elif entry.name.endswith(_OLD) and _CHECKPOINT.fullmatch(entry.name):
             _finish_replacing(entry)
-    found = [manifest for _, manifest in readable(directory, lambda *_: None)]
+    found = []
+    for folder in _folders(directory):
+        with suppress(DamagedError), _damage_of(MANIFEST):
+            status = (folder / MANIFEST).stat()
+            found.append(_numbers_of(folder, status.st_ino, status.st_mtime_ns))
     return (
-        max((each.serial for each in found), default=0),
-        max((each.saves for each in found if each.run == run_name()), default=0),
+        max((serial for serial, _, _ in found), default=0),
+        max((saves for _, saves, run in found if run == run_name()), default=0),
     )
+
+
+@functools.cache
+def _numbers_of(folder: Path, inode: int, modified: int) -> tuple[int, int, str]:
+    """Of a manifest, which is read once: with ``keep=None`` there may be thousands."""
+    manifest = read(folder)
+    return manifest.serial, manifest.saves, manifest.run
 
 
 @contextmanager
@@ -292,15 +304,19 @@ def readable(
     one that this user may not read, or of another format: in rank 0's directory, loading an older
     one would hide the problem.
     """
-    entries = directory.iterdir() if directory.is_dir() else ()
-    folders = [each for each in entries if _CHECKPOINT.fullmatch(each.name) and each.is_dir()]
-    for folder in sorted(folders, reverse=True):
+    for folder in _folders(directory):
         try:
             yield folder, read(folder)
         except (PermissionError, HvkitError) as error:
             if strict and not isinstance(error, DamagedError):
                 raise
             skip(folder, str(error))
+
+
+def _folders(directory: Path) -> list[Path]:
+    entries = directory.iterdir() if directory.is_dir() else ()
+    found = (each for each in entries if _CHECKPOINT.fullmatch(each.name) and each.is_dir())
+    return sorted(found, reverse=True)
 
 
 def flush(path: Path) -> None:

@@ -120,6 +120,17 @@ def test_the_newest_are_kept_by_when_they_were_saved_and_damaged_ones_go_first(t
     assert names(tmp_path) == ["step-000000006", "step-000000040"]
 
 
+def test_a_save_reads_each_manifest_once(tmp_path, monkeypatch):
+    save(tmp_path, 1, 2, 3)
+    read, read_bytes = [], Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read.append(path.parent.name) or read_bytes(path)
+    )
+    save(tmp_path, 4)
+    assert read == ["step-000000003"]  # the one before was the last
+    assert restore(tmp_path) == (4, 40)
+
+
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     save(tmp_path, 1, 2)
     Checkpoint(tmp_path, thing=Thing("new")).save(epoch=0, step=1)
