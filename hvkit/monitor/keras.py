@@ -17,6 +17,7 @@ from hvkit.frameworks.keras.optimizers import inner_optimizer, is_overwritten, p
 from hvkit.monitor.measurements import length_of
 
 if TYPE_CHECKING:
+    from hvkit.monitor.keras_on_tensorflow import NormsInGraphs
     from hvkit.monitor.monitor import Monitor
 
 
@@ -203,36 +204,20 @@ def record_fit(callback: FitRecorder, model: keras.Model) -> None:
 
 
 class UpdateNorms:
-    """Measures the norms of the gradients in updates that end with a record, on PyTorch."""
+    """Measures the norm of the gradients in updates that end with a record."""
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
+    def __init__(self, optimizers: Sequence[Any], norms: NormsOnPyTorch | NormsInGraphs) -> None:
         self._optimizers = [inner_optimizer(each) for each in optimizers]
-        # By the optimizer's number.
-        self._norms: dict[int, Any] = {}
-        self._pending = False
+        self._norms = norms
+        self.expect = norms.expect
         for number, each in enumerate(self._optimizers):
             self._measure_in_apply(number, each)
-
-    def expect(self, pending: bool) -> None:
-        """Prepare for the next step; ``pending``: it ends with a record."""
-        self._pending = pending
-        self._norms.clear()
-
-    def measure(self, number: int, gradients: list[Any]) -> None:
-        if self._pending:
-            import torch
-
-            self._norms[number] = torch.nn.utils.get_total_norm(gradients)
-
-    def norms(self) -> list[float]:
-        """Those of this step; none if it does not end with a record."""
-        return [float(each) for each in self._norms.values()]
 
     def read(self) -> dict[str, float]:
         """``learning_rate``, of the first optimizer, and ``gradient_norm`` of all updated here."""
         rate = parts_of(self._optimizers[0])[0].learning_rate
         values = {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
-        if norms := self.norms():
+        if norms := self._norms.read():
             values["gradient_norm"] = float(np.linalg.norm(norms))
         return values
 
@@ -248,10 +233,33 @@ class UpdateNorms:
             # The gradient of an overwritten variable is its new value.
             found = [g for g, v in pairs if g is not None and not is_overwritten(v)]
             if found:
-                self.measure(number, found)
+                self._norms.measure(number, found)
             apply(grads, trainable_variables)
 
         optimizer.apply = not_converted(measured)
+
+
+class NormsOnPyTorch:
+    """The norms of the gradients of optimizers in one step, by the optimizer's number."""
+
+    def __init__(self) -> None:
+        self._norms: dict[int, Any] = {}
+        self._pending = False
+
+    def expect(self, pending: bool) -> None:
+        """Prepare for the next step; ``pending``: it ends with a record."""
+        self._pending = pending
+        self._norms.clear()
+
+    def measure(self, number: int, gradients: list[Any]) -> None:
+        if self._pending:
+            import torch
+
+            self._norms[number] = torch.nn.utils.get_total_norm(gradients)
+
+    def read(self) -> list[float]:
+        """Those of this step; none if it does not end with a record."""
+        return [float(each) for each in self._norms.values()]
 
 
 def norms_of(optimizers: Sequence[Any]) -> UpdateNorms | None:
@@ -259,8 +267,10 @@ def norms_of(optimizers: Sequence[Any]) -> UpdateNorms | None:
     if ON_TENSORFLOW:
         from hvkit.monitor.keras_on_tensorflow import NormsInGraphs
 
-        return NormsInGraphs(optimizers)
-    return UpdateNorms(optimizers) if keras.backend.backend() == "torch" else None
+        return UpdateNorms(optimizers, NormsInGraphs(len(optimizers)))
+    if keras.backend.backend() == "torch":
+        return UpdateNorms(optimizers, NormsOnPyTorch())
+    return None
 
 
 def numbers_in(logs: Any) -> dict[str, float]:

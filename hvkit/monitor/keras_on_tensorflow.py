@@ -7,7 +7,7 @@ reads it after the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from hvkit.frameworks.keras.backends import quickly_read
 from hvkit.frameworks.keras.tensorflow.wire import blocked_in_graphs
-from hvkit.monitor.keras import UpdateNorms
 from hvkit.monitor.measurements import StepClock
 
 
@@ -77,14 +76,14 @@ class CallsOfGraphs:
         model.train_function = None  # the next fit makes it again
 
 
-class NormsInGraphs(UpdateNorms):
-    """Measures the norms also in graphs."""
+class NormsInGraphs:
+    """The same as ``NormsOnPyTorch``, for this number of optimizers, also in graphs."""
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        super().__init__(optimizers)
+    def __init__(self, optimizers: int) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
-            self._norms = {n: tf.Variable(0.0, trainable=False) for n in range(len(optimizers))}
+            self._norms = [tf.Variable(0.0, trainable=False) for _ in range(optimizers)]
             self._wanted = tf.Variable(False, trainable=False)
+        self._pending = False
 
     def expect(self, pending: bool) -> None:
         if pending != self._pending:
@@ -99,8 +98,8 @@ class NormsInGraphs(UpdateNorms):
         elif self._pending:
             self._norms[number].assign(_norm(*values))
 
-    def norms(self) -> list[float]:
-        return [float(each.numpy()) for each in self._norms.values()] if self._pending else []
+    def read(self) -> list[float]:
+        return [float(each.numpy()) for each in self._norms] if self._pending else []
 
 
 def _rows_of(data: Any) -> Any:
