@@ -15,6 +15,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+# PyTorch's samplers that hold indices or weights.
+_HOLDING = (SubsetRandomSampler, WeightedRandomSampler)
+
 
 class LoaderBatching(NamedTuple):
     """How the items of a sampler or a batch sampler become a loader's batches."""
@@ -73,14 +76,13 @@ def needs_comparison(source: Any, *, exact: bool) -> bool:
     have indices or weights, which may differ. In evaluation these are not compared, so that a
     single rank may evaluate.
     """
-    holding = () if exact else (SubsetRandomSampler, WeightedRandomSampler)
-    pytorchs = {RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
-    return type(source) not in pytorchs.difference(holding)
+    unequal = not exact and type(source) in _HOLDING
+    return unequal or type(source) not in (RandomSampler, SequentialSampler, *_HOLDING)
 
 
 def draws_at_once(source: Any) -> bool:
     """Whether it is a sampler of PyTorch's that draws all numbers before its first index."""
-    return reads_each_once(source) or type(source) in (SubsetRandomSampler, WeightedRandomSampler)
+    return reads_each_once(source) or type(source) in _HOLDING
 
 
 _PYTHONS: tuple[type, ...] = (type(iter([0])), type(iter((0,))), type(iter(range(0))))

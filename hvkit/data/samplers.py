@@ -124,10 +124,10 @@ class RankSampler(Sampler[Any]):
         position, exact = self.position, self._split.exact
         if begins_an_epoch(position.random):  # the run has resumed in the middle of an epoch
             return FixedRandomness(from_text(position.random), self._generators)
-        if self._seed is not None or position.samples:
+        # In evaluation ranks exchange no states, so that a single one may evaluate.
+        by_code = exact and not self.as_without_hvkit and not reads_each_once(self._batching.source)
+        if self._seed is not None or position.samples or by_code:
             return FixedRandomness(seed_from(self._seed or 0, number), self._generators)
-        if exact and not self.as_without_hvkit and not reads_each_once(self._batching.source):
-            return FixedRandomness(seed_from(0, number), self._generators)
         states = self._generators.states()
         position.random = as_text(states)
         if self._split.size == 1 or exact or type(self._batching.source) is SequentialSampler:
