@@ -290,6 +290,7 @@ def test_the_step_length_of_lbfgs_is_never_scaled(line_search, warmup, capfd):
     train_with_closure(reference, make(reference), data)
     model = mlp(seed=hvkit.rank())
     optimizer = make(model)
+    capfd.readouterr()  # of the reference, which was not passed
     hvkit.distribute(model, optimizer, lr_scaling="linear", warmup_steps=warmup)
     logged = capfd.readouterr().err
     train_with_closure(model, optimizer, local(data))
