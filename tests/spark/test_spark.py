@@ -194,7 +194,9 @@ def test_why_a_task_has_refused_to_start_its_rank_is_in_the_error(spark, monkeyp
         return task
 
     monkeypatch.setattr(job, "RankTask", refuses)
-    with pytest.raises(LaunchError, match="the Spark job has failed: no network interface of node1"):
+    with pytest.raises(
+        LaunchError, match="the Spark job has failed: no network interface of node1"
+    ):
         hvkit.spark.run(print, num_proc=1)
 
 
