@@ -101,18 +101,16 @@ parallel-jax:
 parallel-keras-torch:
 	KERAS_BACKEND=torch $(call RANKS,2) $(ON_PYTORCH)
 
-# On three ranks the cases of `make test`, but of meshes, which need two or four, and of Keras what is
-# computed from uneven parts. On four, where a ring of neighbours is not all ranks: what two axes of two
-# ranks, or two pipelines, show. JAX compiles as for users on three.
+# On three ranks the cases of `make test`, but of meshes, which need two or four. On four, where a ring
+# of neighbours is not all ranks: what two axes of two ranks, or two pipelines, show. JAX compiles as
+# for users on three.
 FIRST := -m "not accuracy and not every_combination"
 ALL := -m "not accuracy"
-NOT_ON_THREE := keras_pipeline mesh horovod_names test_monitor.py \
-	$(addprefix keras_backends/test_keras_,fit.py mixed_precision.py nonfinite.py)
 ON_FOUR := $(addprefix tests/parallel/,groups keras_pipeline mesh \
 	$(addprefix pytorch/test_torch_,averaging.py rounds.py settled.py))
 KERAS_TORCH := tests/parallel/keras_torch/test_keras_torch_equals_one_process.py
 more-ranks: setup
-	$(call RANKS,3) $(FIRST) tests/parallel $(NOT_ON_THREE:%=--ignore=tests/parallel/%)
+	$(call RANKS,3) $(FIRST) tests/parallel $(addprefix --ignore=tests/parallel/,keras_pipeline mesh)
 	HOROVOD_DYNAMIC_PROCESS_SETS=1 $(call RANKS,4) $(ALL) $(ON_FOUR)
 	KERAS_BACKEND=torch $(call RANKS,3) $(ALL) $(KERAS_TORCH)
 	XLA_FLAGS= $(call RANKS,3) $(ALL) tests/parallel/jax/test_jax_equals_one_process.py
@@ -149,13 +147,15 @@ unit-and-cluster: setup
 	@$(MAKE) --no-print-directory cluster-alone
 
 # On several hosts, which the tests make on this machine; skipped unless root runs them.
-cluster: cluster-side-by-side cluster-alone
+cluster: setup
+	@$(MAKE) --no-print-directory cluster-side-by-side
+	@$(MAKE) --no-print-directory cluster-alone
 
-cluster-side-by-side: setup
-	python -m pytest $(HANGS) -n 6 --dist worksteal tests/cluster $(ALONE:%=--ignore=%)
+cluster-side-by-side:
+	$(LIMIT) python -m pytest $(HANGS) -n 6 --dist worksteal tests/cluster $(ALONE:%=--ignore=%)
 
-cluster-alone: setup
-	python -m pytest $(HANGS) $(ALONE)
+cluster-alone:
+	$(LIMIT) python -m pytest $(HANGS) $(ALONE)
 
 # On a Spark of two executors, which needs Java 17 or newer; pyspark is half a gigabyte.
 spark: setup
