@@ -27,6 +27,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_pmix_tool_support := 0
 # TensorFlow otherwise greets with some lines on every rank.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+# Tests start Python thousands of times: it keeps what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 OVERSUBSCRIBE := PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_rmaps_base_oversubscribe=1
 # Seconds until a run on several ranks is killed; a test that hangs prints its stack before that.
 LIMIT := timeout --kill-after=10 2400
