@@ -259,7 +259,8 @@ def _array(name: str, column: Any) -> NDArray[Any]:
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _array(name, column.dictionary_decode())
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    lists = ("list", "large_list", "fixed_size_list", "list_view", "large_list_view")
+    if any(getattr(types, f"is_{each}")(kind) for each in lists):
         return _lists(name, column)
     if types.is_integer(kind) or types.is_boolean(kind):
         _refuse_nulls(name, column, "integers" if types.is_integer(kind) else "booleans")

@@ -114,6 +114,23 @@ def test_lists_and_tensors_have_their_shape_and_nulls_are_named(tmp_path):
         rows.to_numpy()
 
 
+@pytest.mark.parametrize("kind", [pyarrow.list_view, pyarrow.large_list_view])
+def test_list_views_are_lists(tmp_path, kind):
+    file, view = tmp_path / "views.parquet", kind(pyarrow.float64())
+    for last in ([5.0, 6.0], None):
+        lists = pyarrow.array([[1.0, 2.0], [3.0, 4.0], last], view)
+        try:
+            pyarrow.parquet.write_table(pyarrow.table({"x": lists}), file)
+        except pyarrow.ArrowNotImplementedError as problem:
+            pytest.skip(str(problem))
+        rows = rows_of(pyarrow.dataset.dataset(file), 0, 1)
+        if last:
+            assert rows.to_numpy()["x"].tolist() == lists.to_pylist()
+        else:
+            with pytest.raises(ValueError, match="column 'x' has 1 null among 3 lists"):
+                rows.to_numpy()
+
+
 def test_datasets_that_cannot_be_divided_are_refused(dataset, tmp_path):
     (tmp_path / "table.csv").write_text("x\n1\n")
     with pytest.raises(TypeError, match="takes datasets of Parquet files"):
