@@ -39,6 +39,12 @@ def set_global_states(states: States) -> None:
         sys.modules["torch"].set_rng_state(states["torch"])
 
 
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other if isinstance(one, tuple) else np.array_equal(one, other))
+
+
 def as_text(states: States) -> dict[str, str]:
     """States as text, for messages and files."""
     return {name: _as_text(name, state) for name, state in states.items()}
@@ -140,7 +146,7 @@ class FixedRandomness:
         self._outside = {
             name: state
             for name, state in outside.items()
-            if name in inside and _as_text(name, state) != _as_text(name, inside[name])
+            if name in inside and not _equal(state, inside[name])
         }
         self._generators.set({name: inside[name] for name in self._outside})
 
