@@ -13,7 +13,7 @@ TensorFlow has no hook for steps that are added to a dataset later, or to one of
 on several ranks ``hvkit.shard`` replaces ``Dataset.cache`` and ``Dataset.save``.
 
 TensorFlow has no public access to a dataset's inputs and seeds. This module reads private
-attributes that are the same in TensorFlow 2.16 and 2.21.
+attributes, and names of private classes, that are the same in TensorFlow 2.16 and 2.21.
 """
 
 from __future__ import annotations
@@ -359,8 +359,10 @@ def _seeds_inside(step: tf.data.Dataset) -> Iterator[tuple[int, int]]:
 
 
 def _kind(step: tf.data.Dataset) -> str:
-    """The kind of a step: ``batch`` for TensorFlow's ``_ParallelBatchDataset``."""
+    """``batch`` for TensorFlow's ``_ParallelBatchDataset``; a script's class keeps its name."""
     name = type(step).__name__
+    if not type(step).__module__.startswith("tensorflow."):
+        return name
     return name.removeprefix("_").removesuffix("Dataset").removeprefix("Parallel").lower()
 
 

@@ -204,6 +204,21 @@ def classes(row):
     return tf.one_hot(row, 50)
 
 
+class TakeDataset(Data):
+    """A script's step, which does not do what TensorFlow's ``_TakeDataset`` does."""
+
+    def __init__(self, data):
+        self._data, self._made = data, data.map(split)
+        super().__init__(self._made._variant_tensor)
+
+    def _inputs(self):
+        return [self._data]
+
+    @property
+    def element_spec(self):
+        return self._made.element_spec
+
+
 SEQUENCES = {
     "split": (lambda data: data.map(split), joined),
     "split in parallel": (lambda data: data.map(split, num_parallel_calls=2).prefetch(1), joined),
@@ -218,6 +233,7 @@ SEQUENCES = {
         lambda data: Data.choose_from_datasets([data, data.take(0)], Data.range(1).repeat()),
         lambda x: x.numpy().tolist(),
     ),
+    "a script's class": (TakeDataset, joined),
 }  # fmt: skip
 every_two = pytest.mark.parametrize("size", [more(2), 3])
 
