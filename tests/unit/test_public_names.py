@@ -1,6 +1,8 @@
+import ast
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cases import MORE
@@ -11,9 +13,16 @@ from hvkit import strategies
 from hvkit.strategies.strategy import strategies_in
 
 
-def test_the_public_names_are_these_and_no_others():
+def test_type_checkers_see_the_public_names_and_no_others():
+    code = ast.parse(Path(hvkit.__file__).read_text())
+    (block,) = (node for node in code.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    imported = {alias.asname or alias.name for line in block.body for alias in line.names}
+    assert imported - {"*"} | {*strategies_in(strategies)} == set(hvkit.__all__)
+
+
+def test_dir_names_the_public_names_and_others_are_unknown():
     assert {name for name in dir(hvkit) if not name.startswith("_")} == set(hvkit.__all__)
-    assert {"distribute", "shard", *strategies_in(strategies)} <= set(hvkit.__all__)
     with pytest.raises(AttributeError, match="module 'hvkit' has no attribute 'allgahter'"):
         hvkit.allgahter  # noqa: B018
 
