@@ -63,8 +63,10 @@ class Writer:
         self, directory: Path, keep: int | None, background: bool, replicas: Replicas
     ) -> None:
         self.directory = directory
-        self._serial = self.saves = 0
+        self.saves = 0
         """The number of saves of this run so far."""
+        self._serial = 0
+        """The last save's ``serial``, which the cache of ``store.prepare`` may not have."""
         self._keep, self._background, self._replicas = keep, background, replicas
         self._writing: Future[None] | None = None
 
