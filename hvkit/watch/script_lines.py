@@ -48,7 +48,8 @@ def inside_tensorflow() -> int | None:
     with frames() as now:
         files = {ident: frame.f_code.co_filename for ident, frame in now.items()}
     for ident in sorted(files, key=lambda each: each != MAIN):
-        if f"{os.sep}tensorflow{os.sep}" in files[ident]:
+        file = files[ident]
+        if f"{os.sep}tensorflow{os.sep}" in file and not file.startswith(OWN_FOLDER):
             return ident
     return None
 

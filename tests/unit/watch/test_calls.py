@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -23,7 +25,7 @@ from hvkit.watch.calls import (
     status,
     waiting,
 )
-from hvkit.watch.script_lines import line_of_script
+from hvkit.watch.script_lines import OWN_FOLDER, inside_tensorflow, line_of_script
 from hvkit.watch.spans import observe
 
 
@@ -177,6 +179,26 @@ def test_a_graph_that_has_failed_waits_no_more(graph):
     assert status().waits
     graph.runs = False
     assert not status().waits
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("/lib/tensorflow/python/eager/execute.py", True),
+        (f"{OWN_FOLDER}frameworks/keras/tensorflow/local_updates.py", False),
+    ],
+)
+def test_hvkits_own_code_for_tensorflow_runs_no_graph(file, counts):
+    queue = SimpleQueue()
+    wait = eval(compile("lambda get: get()", file, "eval"))
+    thread = threading.Thread(target=wait, args=[queue.get])
+    thread.start()
+    while sys._current_frames()[thread.ident].f_code is not wait.__code__:
+        time.sleep(0.01)
+    found = inside_tensorflow()
+    queue.put(None)
+    thread.join()
+    assert (found == thread.ident) == counts
 
 
 def test_a_graph_that_nobody_holds_any_more_is_forgotten(graph):
