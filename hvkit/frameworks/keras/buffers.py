@@ -97,16 +97,16 @@ def average_statistics(model: keras.Model, wait: GraphWait, group: Group) -> Non
 
 
 def _average_over_ranks(variables: Sequence[Any], wait: GraphWait, group: Group | None) -> None:
-    """Average variables, those of one dtype in one collective."""
-    by_dtype: dict[str, list[Any]] = {}
-    for v in variables:
-        by_dtype.setdefault(v.dtype, []).append(v)
-    for dtype, same in by_dtype.items():
-        mean = functools.partial(Wire("batch norm", group).mean, name=f"{wait.key}.{dtype}")
-        wide = [widened(tf.convert_to_tensor(v.value)) for v in same]
-        means = as_one(wide, functools.partial(wait.around, collective=mean))
-        for v, each in zip(same, means, strict=True):
-            v.assign(tf.cast(each, v.dtype))
+    """Average variables in one collective, of the widest of their dtypes."""
+    if not variables:
+        return
+    wide = [widened(tf.convert_to_tensor(v.value)) for v in variables]
+    widest = max((each.dtype for each in wide), key=lambda dtype: dtype.size)
+    mean = functools.partial(Wire("batch norm", group).mean, name=wait.key)
+    collective = functools.partial(wait.around, collective=mean)
+    means = as_one([tf.cast(each, widest) for each in wide], collective)
+    for v, each in zip(variables, means, strict=True):
+        v.assign(tf.cast(each, v.dtype))
 
 
 class LastStatistics:

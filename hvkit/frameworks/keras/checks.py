@@ -37,7 +37,7 @@ if ON_TENSORFLOW:
         Wire,
         graph_counter,
         nothing,
-        raise_together,
+        raise_unless_empty,
         values_of,
     )
 
@@ -160,7 +160,7 @@ class Checks:
         rows = _in_numpy(lambda *arrays: rows_of()(labels, arrays), values, tf.int64, [None, WIDTH])
         gathered = self._of_all_ranks(rows, "weights")
         text = _in_numpy(lambda rows: judge()(rows), [gathered], tf.string, [])
-        with tf.control_dependencies([raise_together(text, RanksDisagreeError, self._group)]):
+        with tf.control_dependencies([raise_unless_empty(text, RanksDisagreeError, self._group)]):
             planned = self._next.assign(self._done + (self._every or tf.maximum(self._done, 1)))
         with tf.control_dependencies([planned]):
             return nothing()

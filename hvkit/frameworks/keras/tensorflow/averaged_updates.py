@@ -28,7 +28,7 @@ from hvkit.frameworks.keras.tensorflow.wire import (
     Wire,
     graph_counter,
     nothing,
-    raise_together,
+    raise_unless_empty,
     refuse_tf_distribute,
     refuse_xla,
     run_python,
@@ -225,7 +225,7 @@ class NonFinite:
         said = tf.cond(
             bad, lambda: tf.numpy_function(reason, found, tf.string), lambda: tf.constant("")
         )
-        with tf.control_dependencies([raise_together(said, FloatingPointError, group)]):
+        with tf.control_dependencies([raise_unless_empty(said, FloatingPointError, group)]):
             update()
 
 

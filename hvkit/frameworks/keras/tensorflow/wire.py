@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from hvkit import runtime
 from hvkit.communication.exchanges import AllToAll, Exchange, Gather, Mean, Messages
@@ -114,16 +116,20 @@ class GraphWait:
         return int(self._entered.numpy()), left
 
 
-# Numbers the calls in each graph: one rank may trace a graph again when others do not.
-_calls: WeakKeyDictionary[Any, itertools.count[int]] = WeakKeyDictionary()
+# Numbers each call in each function's graph, which one rank may trace when others do not.
+_calls: WeakKeyDictionary[Any, defaultdict[str, itertools.count[int]]] = WeakKeyDictionary()
 
 
 def name_in_graph(call: str) -> str:
-    """A new name for a collective that a call of the script's makes in the graph being traced."""
+    """A name for a collective that a call makes in the graph being traced: no other has it there.
+
+    Calls in two functions may have one name: a graph runs these one after another, since both use
+    the variables of a ``GraphWait``.
+    """
     graph = tf.compat.v1.get_default_graph()
-    while hasattr(outer := getattr(graph, "outer_graph", None), "outer_graph"):  # in tf.cond
-        graph = outer
-    return f"{call}.graph.{next(_calls.setdefault(graph, itertools.count()))}"
+    while isinstance(graph, ControlFlowFuncGraph):  # a branch of tf.cond
+        graph = graph.outer_graph
+    return f"{call}.graph.{next(_calls.setdefault(graph, defaultdict(itertools.count))[call])}"
 
 
 def widened(tensor: tf.Tensor) -> tf.Tensor:
@@ -167,7 +173,7 @@ def run_python(function: Callable[..., None], inputs: Sequence[Any] = ()) -> tf.
     return tf.numpy_function(call, inputs, tf.bool)
 
 
-def raise_together(text: tf.Tensor, error: type[Exception], group: Group) -> tf.Operation:
+def raise_unless_empty(text: tf.Tensor, error: type[Exception], group: Group) -> tf.Operation:
     """Raise on every rank unless the text is empty; ``fit`` translates the error of a graph."""
     if tf.executing_eagerly():
         if said := text.numpy().decode():
