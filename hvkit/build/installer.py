@@ -1,6 +1,7 @@
 """``hvkit install-horovod``: does nothing, installs a wheel that is there, or builds one first."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -66,20 +67,28 @@ def install_horovod(options: BuildOptions) -> None:
     """Install the Horovod that fits this Python's frameworks and the MPI found."""
     try:
         _install_horovod(options)
-    except (OSError, NotImplementedError) as error:
+    except OSError as error:
         if is_of_full_disk(error):
             raise BuildError(
                 f"the disk is full: {error}. Free about 1 GiB, or set TMPDIR and HVKIT_CACHE_DIR "
                 "to folders on another disk"
             ) from error
-        folders = tuple(str(each) for each in (cache_dir(), options.wheel_dir) if each)
-        # The other is filelock's, of a file system without locks.
-        if isinstance(error, OSError) and not str(error.filename).startswith(folders):
+        folders = [cache_dir(), *filter(None, [options.wheel_dir])]
+        # The error of a file system without locks names no file.
+        if error.errno != errno.ENOLCK and not any(_is_of(error, each) for each in folders):
             raise
         raise BuildError(
             f"{error}: set HVKIT_CACHE_DIR (now {cache_dir()}), or --wheel-dir, to a folder that "
             "hvkit can write to"
         ) from error
+
+
+def _is_of(error: OSError, folder: Path) -> bool:
+    """Whether an error is of a file in a folder, or of one of the folders that this lies in."""
+    if not isinstance(error.filename, str):
+        return False
+    at, folder = Path(error.filename).absolute(), folder.absolute()
+    return at.is_relative_to(folder) or folder.is_relative_to(at)
 
 
 def installed_version() -> str | None:
@@ -100,7 +109,7 @@ def installed_abi() -> Abi | None:
 def _install_horovod(options: BuildOptions) -> None:
     if options.wheel_dir:
         with ready_wheels.lock(options.wheel_dir):  # or fail, before the build
-            pass
+            ready_wheels.entries_in(options.wheel_dir)
     if options.install and not claim(claim_of_environment()):
         announce("another process is installing Horovod into this Python; waiting")
         while not claim(claim_of_environment()):

@@ -71,8 +71,7 @@ def add(wheel: Path, folder: Path) -> Path:
         copy = folder / wheel.name
         if not copy.exists() or not copy.samefile(wheel):  # the folder may be the cache's
             shutil.copy(wheel, copy)
-        entries = _entries(str(folder)) if (folder / INDEX).exists() else []
-        kept = [e for e in entries if _names_file_in(folder, e) not in (None, copy.name)]
+        kept = [e for e in entries_in(folder) if _names_file_in(folder, e) not in (None, copy.name)]
         digest = hashlib.sha256(copy.read_bytes()).hexdigest()
         kept.append(asdict(ReadyWheel(copy.name, digest, abi)))
         fresh = folder / f".{INDEX}.new"
@@ -85,6 +84,11 @@ def lock(folder: Path) -> FileLock:
     """The lock of a folder of wheels, which it makes: several builds may write there."""
     folder.mkdir(parents=True, exist_ok=True)
     return FileLock(folder / f".{INDEX}.lock")
+
+
+def entries_in(folder: Path) -> list[Any]:
+    """The entries of the index of a folder, which may have none yet."""
+    return _entries(str(folder)) if (folder / INDEX).exists() else []
 
 
 def fitting(source: str, machine: Machine) -> tuple[list[ReadyWheel], list[str]]:

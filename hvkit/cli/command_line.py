@@ -230,6 +230,11 @@ _OF_HOROVOD = (
     "--thread-affinity --gloo-timeout-seconds --mpi-threads-disable --log-level "
     "--log-without-timestamp"
 )
+# Those of them without a value.
+_SWITCHES = (
+    "--torus-allreduce --hierarchical-allreduce --hierarchical-allgather --autotune "
+    "--timeline-mark-cycles --mpi-threads-disable --log-without-timestamp"
+)
 # The variables that are not just the option in capitals.
 _VARIABLES = {
     "--fusion-threshold-mb": "FUSION_THRESHOLD (in bytes)",
@@ -301,6 +306,7 @@ def _by_option(options: Mapping[str, str]) -> dict[str, str]:
 
 def _advice_on_variable(option: str) -> str:
     variable = _VARIABLES.get(option, option[2:].upper().replace("-", "_"))
+    variable += "=1" if option in _SWITCHES.split() else ""
     return f"set the environment variable HOROVOD_{variable}, which ranks inherit"
 
 

@@ -17,8 +17,6 @@ from hvkit.launching.hosts_check import Checked, check
 from hvkit.log import counted
 
 _NONE = "-"
-# Columns without a terminal.
-_WHOLE_LINES = 10**6
 
 
 def add_to(commands: "argparse._SubParsersAction[CommandParser]") -> None:
@@ -111,11 +109,16 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
 
     The first column is aligned left, the others right.
     """
-    table = Table() if console.is_terminal else Table(box=None, pad_edge=False)
+    if not console.is_terminal:
+        lines = [columns, *rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for first, *others in lines:
+            cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+            console.print(Text("  ".join(cells).rstrip()), soft_wrap=True)
+        return
+    table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    if not console.is_terminal:
-        console.width = _WHOLE_LINES
     console.print(table)

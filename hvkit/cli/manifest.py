@@ -234,9 +234,9 @@ OPTIONS = (
         {"sagemaker": fields.one_line},
         "encrypts the storage of each {host}: a KMS key",
     ),
-    Option("--compute NAME", {"azureml": fields.one_line}, "the cluster", required=True),
+    Option("--compute NAME", {"azureml": fields.azure_name}, "the cluster", required=True),
     Option("--code DIR", {"azureml": fields.one_line}, "upload this folder and start in it"),
-    Option("--experiment NAME", {"azureml": fields.one_line}, "that the job belongs to"),
+    Option("--experiment NAME", {"azureml": fields.azure_name}, "that the job belongs to"),
     Option(
         "--identity WHO",
         {"azureml": fields.azure_identity},

@@ -25,6 +25,8 @@ class Host:
     user: str | None = None  # for ssh; None for the user of this process
 
 
+_OPEN_MPI, _MPICH = "Open MPI's", "MPICH's"
+
 # A file larger than any cluster needs is some other file.
 _MOST_BYTES = 16 * 2**20
 
@@ -63,40 +65,47 @@ def read_hostfile(path: Path, *, add_up: bool = False) -> tuple[Host, ...]:
 def parse_hostfile(text: str, name: str, *, add_up: bool = False) -> tuple[Host, ...]:
     """The hosts in a hostfile's text; ``name`` is the file's, for errors.
 
-    A line ``node1 slots=4`` has Open MPI's form, and ``node1:4`` has MPICH's. In a file with a line
-    of MPICH's form, a bare name has one slot.
+    A line ``node1 slots=4`` has Open MPI's form, and ``node1:4`` has MPICH's; a file has one form.
+    In a file of MPICH's form, a bare name has one slot.
     """
     hosts: dict[str, Host] = {}
-    of_mpich = False
+    forms: dict[str, str] = {}  # with the first line of each
     for number, line in enumerate(text.split("\n"), start=1):
         position = f"line {number}"
         if content := line.removesuffix("\r").partition("#")[0].strip(_SPACE):
             try:
-                hosts[position], in_mpichs_form = _read_line(content)
+                hosts[position], form = _read_line(content)
             except HostfileError as error:
                 raise HostfileError(f"{name}: {position}: {error}") from None
-            of_mpich |= in_mpichs_form
+            if form:
+                forms.setdefault(form, position)
+    if len(forms) > 1:
+        (form, first), (other, second) = forms.items()
+        raise HostfileError(
+            f"{name}: {second}: is in {other} form but {first} is in {form}: "
+            "use `node1 slots=4` or `node1:4` throughout"
+        )
     if not hosts:
         raise HostfileError(f"{name}: has no host: write a line for each, `node1 slots=2`")
-    if of_mpich:
+    if _MPICH in forms:
         hosts = {at: replace(host, slots=host.slots or 1) for at, host in hosts.items()}
     return (_added_up if add_up else _distinct)(hosts, name)
 
 
-def _read_line(content: str) -> tuple[Host, bool]:
-    """The host of a line, and whether the line has MPICH's form."""
+def _read_line(content: str) -> tuple[Host, str | None]:
+    """The host of a line, and the form of the line; ``None`` for a bare name, which both have."""
     first, *words = re.split(rf"[{_SPACE}]+", _EQUALS.sub("=", content))
     if "=" in first:
         raise HostfileError(f"a line starts with a host, got {shown(first)}")
     name, user, slots = _host_word(first)
     if slots is None:
-        return Host(name, _open_mpis_slots(words), user), False
+        return Host(name, _open_mpis_slots(words), user), _OPEN_MPI if words else None
     if words:
         raise HostfileError(
             f"nothing may follow host:slots, got {shown(words[0])}: slots=N is Open MPI's form, "
             "and a user goes before the host, user@host:slots"
         )
-    return Host(name, count(slots, "slots"), user), True
+    return Host(name, count(slots, "slots"), user), _MPICH
 
 
 def _open_mpis_slots(words: list[str]) -> int | None:
@@ -200,7 +209,7 @@ def _host_word(word: str) -> tuple[str, str | None, str | None]:
             f"{shown(word)} has an invalid user before the @ (letters, digits, _ and - are valid): "
             "remove the user and set User for this host in ~/.ssh/config"
         )
-    if name_and_slots.count(":") > 1:
+    if name_and_slots.count(":") > 1 and ("[" in name_and_slots or "::" in name_and_slots):
         raise HostfileError(
             f"{shown(word)}: mpirun and horovodrun accept no IPv6 addresses: use the host's name, "
             "and add it to DNS or /etc/hosts"

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
 from hvkit.errors import UsageError
 from hvkit.host.hardware import usable_cores, visible_gpus
 from hvkit.host.mca import WITHOUT_TOOLS, without_interfaces
@@ -204,11 +206,15 @@ def shown(run: SupervisedRun) -> str:
 
     Secrets are left out: ``NAME=...``.
     """
-    removed = [f"-u {shlex.quote(name)}" for name in os.environ if name not in run.environ]
+    given = dict(os.environ)
+    # In the C locale Python sets this itself (PEP 538).
+    if "LC_CTYPE" not in psutil.Process().environ():
+        given.pop("LC_CTYPE", None)
+    removed = [f"-u {shlex.quote(name)}" for name in given if name not in run.environ]
     added = [
         f"{name}={'...' if _is_secret(name) else shlex.quote(value)}"
         for name, value in run.environ.items()
-        if os.environ.get(name) != value
+        if given.get(name) != value
     ]
     env = ["env", *removed] if removed else []
     return " ".join([*env, *added, shlex.join(run.command)])

@@ -78,7 +78,9 @@ class RankCommand:
         elif not os.access(file, os.X_OK):
             yield name, NOT_EXECUTABLE, f"it is not executable: `chmod +x {name}`"
         name, file = self.script, Path(folder, self.script)
-        if name and not file.exists():
+        if name == "-":
+            yield name, NOT_FOUND, "ranks have no standard input: write the script to a file"
+        elif name and not file.exists():
             yield name, NOT_FOUND, f"there is no such file{_in(name, folder)}"
         elif name and not os.access(file, os.R_OK):
             yield name, NOT_EXECUTABLE, "you may not read it"

@@ -200,6 +200,10 @@ azure_folder = _matching(
     "NAME=PLACE, such as train=azureml://datastores/workspaceblobstore/paths/mnist",
     re.Match.groups,
 )
+azure_name = _matching(
+    "[a-zA-Z0-9][a-zA-Z0-9_-]{0,254}",
+    "1 to 255 letters, digits, `_` and `-`, with a letter or digit first",
+)
 azure_identity = _matching(
     "(user)|managed|([0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})",
     "user (whoever submits the job), managed (the cluster's) or the client ID of one of the "

@@ -73,6 +73,9 @@ def slurm(values: Values, template: Path | None) -> str:
     Slurm. ``srun --mpi=pmix`` is not used: it needs a Slurm built for the PMIx of this Open MPI,
     and nothing would watch the ranks.
     """
+    for option in values["sbatch"]:
+        if re.match("--(nodes|ntasks|ntasks-per-node)([= ]|$)", option):
+            raise ValueError(f"--sbatch {option}: -np and --slots set this: change those instead")
     programs = str(Path(sys.executable).parent)
     run = _run_words(values, map("=".join, values["env"].items()))
     return rendered("slurm.sh.j2", {**values, "programs": programs, "run": run}, template)

@@ -51,7 +51,7 @@ _EXECUTORS_COME = 30.0
 _JOB_ENDS = 10.0
 _TICK = 0.05
 # What ends a job, in Py4J's text: an error of hvkit's in a task, or else Spark's own.
-_REASONS = (r"hvkit\.errors\.\w+: (.+)", r"org\.apache\.spark\.SparkException: (.+)")
+_REASONS = (r"hvkit\.errors\.\w+: (.+)", r".*org\.apache\.spark\.SparkException: (.+)")
 # Characters of Spark's error in ours.
 _ERROR = 500
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from hvkit.spark import job
 from hvkit.spark.task import Front, RankPosition, Store, _interface, positions
 
 LOOPBACK = "127.0.0.1"
+SPARKS = "org.apache.spark.SparkException: "
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +200,21 @@ def test_why_a_task_has_refused_to_start_its_rank_is_in_the_error(spark, monkeyp
         LaunchError, match="the Spark job has failed: no network interface of node1"
     ):
         hvkit.spark.run(print, num_proc=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("An error occurred.\n: a.b.C: full\n\tat x", "An error occurred."),
+        (f"Py4J:\n: {SPARKS}Job 0 cancelled\n\tat x\n", "Job 0 cancelled"),
+        (f"Py4J:\n: {SPARKS}Job aborted: {SPARKS}no room\n\tat x", "no room"),
+        (f"Py4J:\n: {SPARKS}aborted:\nhvkit.errors.LaunchError: no network", "no network"),
+    ],
+)
+def test_of_sparks_text_the_innermost_reason_is_shown(text, reason):
+    failed = SimpleNamespace(problem=text)
+    assert job._Job.reason(failed, "") == reason
+    assert job._Job.reason(failed, "rank 1 failed") == f"{reason} (rank 1 failed)"
 
 
 def of_ranks():

@@ -36,13 +36,15 @@ _OLD = 60.0
 # Bytes kept of each last line.
 _KEPT_BYTES = 2000
 
+# Output that begins so draws over a progress bar, or ends its line.
+_DRAWS = re.compile(rb"[\r\n\b\x1b]|$")
 # Lines that libraries print when they are loaded.
 _CHATTER = re.compile(
     r"[IW]\d{4} \d\d:\d\d:\d\d|[IWE]0000 00:00:\d|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
     r"|WARNING: All log messages before absl|To enable the following instructions|NCCL version "
 )
-# One of Python's warnings, which ends with the line of code.
-_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:.*\n)*?  \S.*\n", re.MULTILINE)
+# One of Python's warnings, which ends with the line of code if there is one.
+_WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(?:(?:.*\n)*?  \S.*\n)?", re.MULTILINE)
 
 # Lines that TensorFlow and JAX print on each rank though nothing is wrong: level INFO of their C++
 # files, in the form of TensorFlow 2.20, which names no folder, and in the older one; warnings and
@@ -276,12 +278,24 @@ class LastLines:
 
     def __init__(self) -> None:
         self._lines: deque[tuple[float, bytes]] = deque(maxlen=LAST_LINES)
+        # By stream: its unfinished line, and the progress bar in front of that.
         self._unfinished = dict.fromkeys((Frame.STDOUT, Frame.STDERR), b"")
+        self._bars = dict.fromkeys((Frame.STDOUT, Frame.STDERR), b"")
         self._changed = 0.0
 
     def add(self, stream: Frame, data: bytes) -> None:
         self._changed = time.monotonic()
-        *whole, rest = separated(self._unfinished[stream] + data).split(b"\n")
+        before = self._unfinished[stream]
+        if b"\r" in before and last_state(before).strip() and not _DRAWS.match(data):
+            self._bars[stream], before = before, b""
+        lines = separated(before + data).split(b"\n")
+        if bar := self._bars[stream]:
+            drawn_over = b"\r" in lines[0].rstrip(b"\r")
+            if drawn_over or len(lines) > 1:
+                self._bars[stream] = b""
+            if not drawn_over and len(lines) > 1:
+                lines.insert(0, bar)
+        *whole, rest = lines
         self._lines.extend((self._changed, line[-_KEPT_BYTES:]) for line in whole)
         # A line without an end may be as long as a file.
         self._unfinished[stream] = rest[-_KEPT_BYTES:]
@@ -298,8 +312,8 @@ class LastLines:
         return [line for line in lines if not _CHATTER.match(line)]
 
     def _texts(self) -> list[tuple[float, str]]:
-        unfinished = ((self._changed, line) for line in self._unfinished.values())
-        lines = [*self._lines, *unfinished]
+        rest = [self._bars[stream] + line for stream, line in self._unfinished.items()]
+        lines = [*self._lines, *((self._changed, line) for line in rest)]
         return [(at, text) for at, line in lines if (text := as_kept(line)).strip()]
 
 

@@ -164,7 +164,7 @@ def serve(state: Callable[[], dict[str, Any]]) -> Iterator[None]:
             listener.bind(str(hidden))
             listener.listen()
             hidden.rename(path)
-            at_end.callback(path.unlink, missing_ok=True)
+            at_end.callback(_remove, path, path.stat().st_ino)
             ended = threading.Event()
             at_end.callback(listener.shutdown, socket.SHUT_RDWR)  # wakes up accept
             at_end.callback(ended.set)
@@ -191,6 +191,13 @@ def _answer(client: socket.socket, state: Callable[[], dict[str, Any]]) -> None:
     with client, contextlib.suppress(OSError):  # it does not read
         client.settimeout(_ANSWERS_WITHIN)
         client.sendall(json.dumps(state()).encode())
+
+
+def _remove(path: Path, inode: int) -> None:
+    """Delete this run's socket, unless a run in a container has one under the same process id."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()
 
 
 def running() -> list[int]:

@@ -95,6 +95,7 @@ class Supervisor:
     screen: Screen = field(default_factory=Screen)
     # The last request to end, and its number: for agents that connect after it, too.
     _ending: tuple[Frame, int] | None = None
+    _interrupted: bool = False
     # Guards what follows from reports and ends of ranks.
     _lock: threading.RLock = field(default_factory=threading.RLock)
     # Held while something is written.
@@ -176,7 +177,7 @@ class Supervisor:
         self.send_all(*self._ending)
 
     def interrupt(self) -> None:
-        self._ending = Frame.INTERRUPT, 0
+        self._ending, self._interrupted = (Frame.INTERRUPT, 0), True
         for rank in list(self.ranks.values()):
             rank.output.interrupted = True
         self.send_all(*self._ending)
@@ -265,7 +266,7 @@ class Supervisor:
                 return None
             rank = self.ranks[number] = _Rank(number, host, output, connection)
         if self._ending is not None:
-            output.interrupted = self._ending[0] is Frame.INTERRUPT
+            output.interrupted = self._interrupted
             rank.send(*self._ending)
         elif wants_call and self.call is not None:
             path = protocol.outcome_in(self.call, number)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
+from unittest.mock import Mock
 
 import pytest
 from fake_wheels import wheel_of
@@ -143,6 +144,26 @@ def test_a_cache_that_cannot_be_written_is_named_before_the_build(computer, cach
     ):
         computer.run()
     assert computer.done == []
+
+
+def test_a_folder_that_cannot_be_made_far_below_another_is_named(computer, monkeypatch):
+    far_below = "/proc/hvkit/two/levels"
+    monkeypatch.setenv("HVKIT_CACHE_DIR", far_below)
+    with pytest.raises(BuildError, match=rf"'/proc/hvkit': .*\(now {far_below}\)"):
+        computer.run()
+    with pytest.raises(BuildError, match=r"'/proc/hvkit': .*or --wheel-dir, to a folder"):
+        computer.run(wheel_dir=Path(far_below))
+
+
+def test_of_errors_those_of_locks_and_of_these_folders_are_the_folders(computer, monkeypatch):
+    for error, raised in (
+        (OSError(errno.ENOLCK, "No locks available"), BuildError),
+        (PermissionError(errno.EACCES, "Permission denied", "/elsewhere"), PermissionError),
+        (NotImplementedError("in a wheel"), NotImplementedError),
+    ):
+        monkeypatch.setattr(installer, "lock", Mock(side_effect=error))
+        with pytest.raises(raised):
+            computer.run()
 
 
 def test_the_installed_horovod_is_imported_and_must_have_the_engines(

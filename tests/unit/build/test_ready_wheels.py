@@ -146,9 +146,11 @@ def test_behind_a_damaged_index_horovod_is_built(steps, tmp_path, capsys, index)
 
 
 def test_a_folder_that_cannot_be_filled_is_refused_before_the_build(steps, tmp_path):
-    (tmp_path / "file").touch()
+    (tmp_path / "wheels.json").write_bytes(b"{}")
+    with pytest.raises(BuildError, match="is damaged"):
+        installer.install_horovod(BuildOptions(wheel_dir=tmp_path))
     with pytest.raises(BuildError, match=r"Not a directory: .*or --wheel-dir, to a folder that"):
-        installer.install_horovod(BuildOptions(wheel_dir=tmp_path / "file" / "wheels"))
+        installer.install_horovod(BuildOptions(wheel_dir=tmp_path / "wheels.json" / "wheels"))
     assert steps == []
 
 

@@ -115,10 +115,11 @@ def test_arguments_that_exclude_each_other_are_refused():
     assert end.value.code == 2
 
 
-def table(width, **terminal):
+def table(width, slots=("2", "16"), **terminal):
     file = io.StringIO()
     console = Console(file=file, width=width, **terminal)
-    show_table(console, ("host", "slots"), (("node1", "2"), ("[::1]" * 10, "16")))
+    show_table(console, ("host", "slots"), [*zip(("node1", "[::1]" * 10), slots, strict=True)])
+    assert console.width == width
     return file.getvalue()
 
 
@@ -126,6 +127,7 @@ def test_without_a_terminal_columns_are_aligned_neither_wrapped_nor_filled_with_
     head, *rows = table(width=10).splitlines()
     assert head == f"{'host':50}  slots"
     assert rows == [f"{'node1':50}      2", "[::1]" * 10 + "     16"]
+    assert table(width=10, slots=("2", "")).endswith("[::1]\n")
 
 
 def test_on_a_terminal_a_table_is_drawn_and_brackets_stay():

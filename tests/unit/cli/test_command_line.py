@@ -106,6 +106,7 @@ NOT_OURS = "is not an option of hvkit run"
         (["--min-num-proc", "2", "x"], "--min-num-proc is not .*: write --min-np$"),
         (["--check-build"], "--check-build is not .*: run `hvkit doctor`$"),
         (["--fusion-threshold-mb=4", "x"], r"variable HOROVOD_FUSION_THRESHOLD \(in bytes\)"),
+        (["--autotune", "x"], "variable HOROVOD_AUTOTUNE=1, which"),
         (["-p", "22", "x"], "-p is not .*: for horovodrun's --ssh-port, set Port for the host in"),
         (["-np", "2", "-c", "print(1)"], "for Python's, write `python -c CODE` as COMMAND; for sr"),
         (["-bind", "x"], "unrecognized arguments: -bind"),

@@ -203,3 +203,7 @@ def test_the_line_of_a_dry_run_makes_the_environment_of_the_run(hosts, monkeypat
     assert {name: seen[name] for name in expected} == expected
     own = {"PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE"}
     assert not (os.environ.keys() & seen.keys()) - expected.keys() - own
+    # Python has set this itself.
+    monkeypatch.setattr("psutil.Process.environ", lambda process: {})
+    monkeypatch.setenv("LC_CTYPE", "C.UTF-8")
+    assert "LC_CTYPE=C.UTF-8 " in shown(prepared(request())).split("mpirun")[0]

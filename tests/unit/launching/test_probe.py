@@ -41,6 +41,7 @@ def _program(file):
         (["run.sh"], NOT_FOUND, "there is no such program on PATH: write ./run.sh for the file in"),
         (["python9"], NOT_FOUND, "on PATH: `hvkit run ... script.py` takes the Python of hvkit"),
         (["./nothing"], NOT_FOUND, "cannot run ./nothing: there is no such file in "),
+        (["python3", "-"], NOT_FOUND, "cannot run -: ranks have no standard input: write the scr"),
         (["python3", "-X", "dev", "no.py"], NOT_FOUND, "run no.py: there is no such file in "),
         (["./plain.sh"], NOT_EXECUTABLE, "it is not executable: `chmod +x ./plain.sh`"),
         (["./bin"], NOT_EXECUTABLE, "cannot run ./bin: it is a folder"),

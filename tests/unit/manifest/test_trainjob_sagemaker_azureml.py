@@ -96,6 +96,7 @@ def test_azure_starts_one_command_on_each_rank(documents):
         (f"{AZUREML} --identity me", "argument --identity: must be user (whoever submits"),
         (f"{AZUREML} --prefix", "unrecognized arguments: --prefix"),
         (f"{AZUREML} --shm-size 1.5Gi", "must be a whole number and Mi or Gi, such as 2Gi"),
+        (f"{AZUREML} --compute 'a b'", "argument --compute: must be 1 to 255 letters"),
     ],
 )
 def test_values_that_a_system_would_refuse_are_refused(refusal, line, complaint):

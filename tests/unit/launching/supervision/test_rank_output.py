@@ -315,6 +315,14 @@ def test_a_traceback_behind_a_progress_bar_begins_on_a_line_of_its_own(shown, fl
     assert b"".join(data for _, data in shown) == b"\r 50%\n" + VALUE_ERROR
 
 
+def test_the_last_words_do_not_stand_behind_a_progress_bar_in_the_report(shown):
+    rank = output_of(shown, b"\r 10%", b"\r 80%")
+    rank.write(OUT, b"epoch 1\n")
+    for data in (b"all wrong", b"\n"):
+        rank.write(ERR, data)
+    assert rank.last_lines() == ["epoch 1", " 80%", "all wrong"]
+
+
 def test_overwritten_text_of_a_progress_bar_is_not_in_the_report(shown):
     rank = output_of(shown, b"\rstep", b" 3", b"\rstep", b" 4", b"\r\x1b[K", b"done\n")
     assert not any("3" in line for line in rank.last_lines())
@@ -325,7 +333,7 @@ def test_greetings_warnings_and_old_lines_do_not_say_why_a_rank_ends(shown, monk
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 100)
     warning = b"train.py:26: UserWarning: Converting a tensor\nto a scalar\n  float(loss)\n"
-    rank.write(ERR, b"".join(GREETINGS[:3]) + warning)
+    rank.write(ERR, b"".join(GREETINGS[:3]) + warning + b"<string>:3: UserWarning: no code\n")
     assert rank.last_lines() == []
     rank.write(ERR, b"\r 1%\r 2%")
     assert rank.last_lines() == [" 2%"]

@@ -62,6 +62,20 @@ def test_a_run_that_begins_is_not_taken_for_a_dead_one(folder, monkeypatch):
         assert (folder / str(os.getpid())).exists()
 
 
+def test_the_socket_of_another_run_with_the_same_number_stays(folder):
+    path = folder / str(os.getpid())
+    with run_status.serve(state), socket.socket(socket.AF_UNIX) as other:
+        path.unlink()
+        other.bind(str(path))
+    assert path.exists()
+
+
+def test_a_socket_that_cannot_be_removed_does_not_fail_the_run(folder):
+    with run_status.serve(state):
+        (folder / str(os.getpid())).unlink()
+        (folder / str(os.getpid())).mkdir()
+
+
 def test_the_socket_of_a_killed_run_is_removed(folder):
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as left:

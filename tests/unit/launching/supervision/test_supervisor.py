@@ -17,8 +17,10 @@ import pytest
 from cases import MORE, cases
 from supervised import LAUNCHER, begin, below, command_line, run, sleeping
 
-from hvkit.connections import frame, keep_alive
+from hvkit.connections import connect, frame, keep_alive
 from hvkit.launching.supervision.protocol import KEY_VARIABLE, AgentSettings, Frame
+from hvkit.launching.supervision.rank_output import Style
+from hvkit.launching.supervision.supervisor import Supervisor
 
 
 def test_output_and_success_of_the_ranks_are_passed_on():
@@ -178,6 +180,18 @@ def test_a_stranger_with_another_key_cannot_pose_as_an_agent(started):
         running.wait(timeout=6)
     running.terminate()
     assert running.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+def test_the_output_of_an_agent_that_connects_after_ctrl_c_is_that_of_an_interrupted_rank():
+    supervisor = Supervisor(1, b"key", Style(), None, lambda: None)
+    port = supervisor.listen("127.0.0.1")
+    supervisor.interrupt()
+    supervisor.stop(10)
+    with connect(["127.0.0.1"], port, b"key") as agent:
+        agent.sendall(frame(Frame.HELLO, b'{"rank": 0, "host": "a"}'))
+        assert agent.recv(100)  # STOP
+    assert supervisor.ranks[0].output.interrupted
+    supervisor.close()
 
 
 def test_garbage_from_a_stranger_changes_nothing(started, mark):
