@@ -236,14 +236,17 @@ setup: $(VENV)/installed
 
 # PyPI's PyTorch contains CUDA, 6 GB. Without a GPU, pip takes the build for CPUs from PyTorch's own
 # index, or PyPI's if that index does not answer soon.
-CPU_OPTIONS := import sys; from hvkit.build.cuda import has_nvidia_gpu; gpu = sys.argv[1]; \
-	for_gpu = has_nvidia_gpu() if gpu == "auto" else gpu != "none"; \
-	print("" if for_gpu else "--extra-index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1")
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+FOR_GPU := import sys; from hvkit.build.cuda import has_nvidia_gpu; gpu = sys.argv[1]; \
+	print("yes" if (has_nvidia_gpu() if gpu == "auto" else gpu != "none") else "no")
 $(VENV)/installed: setup.py constraints.txt | machine
 	$(PYTHON) -m venv $(VENV)
 	python -m pip install --quiet --constraint constraints.txt pip setuptools
 	python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
-	options=$$(python -c '$(CPU_OPTIONS)' $(HVKIT_GPU)) && \
+	gpu=$$(python -c '$(FOR_GPU)' $(HVKIT_GPU)) || exit 1; options=; \
+		if [ $$gpu = no ]; then options='--extra-index-url $(CPU_INDEX)'; \
+			python -m pip index versions --index-url $(CPU_INDEX) --timeout 10 --retries 1 torch > /dev/null || \
+			{ options=; echo "make: cannot use $(CPU_INDEX): PyPI's PyTorch may bring 6 GB of CUDA" >&2; }; fi; \
 		python -m pip install --constraint constraints.txt --no-deps $$options torch
 	python -m pip install --constraint constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
 	touch $@
