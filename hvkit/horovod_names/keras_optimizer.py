@@ -111,6 +111,9 @@ class AveragingConfig(dict[str, Any]):
     def __or__(self, other: Any) -> Any:
         return AveragingConfig({**self, **other}, self.average)
 
+    def __ror__(self, other: Any) -> Any:
+        return AveragingConfig({**other, **self}, self.average)
+
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 

@@ -306,6 +306,7 @@ COPIES = {
     "copy": copy.copy,
     "copy of a copy": lambda optimizer: copy.deepcopy(copy.copy(optimizer)),
     "a changed config": lambda o: type(o).from_config(o.get_config() | {"name": "other"}),
+    "a config of changes": lambda o: type(o).from_config({"name": "other"} | o.get_config()),
     "a copied config": lambda o: type(o).from_config(copy.deepcopy(o.get_config().copy())),
 }
 
