@@ -295,14 +295,13 @@ class AdaptedLayers:
         derived = _problem_of(_AdaptedLayer.derive_again, *((each,) for each in self._layers))
         raise_together(derived, group=group)
         local = [[row.tolist() for row in each.rows()] for each in self._layers]
-        values = [each.values() for each in self._layers] if group.rank == 0 else []
-        of_first = collectives.from_rank(group.first, (local, values), group)
-        unlike = (
-            (layer, of_layer)
-            for layer, own, rows, of_layer in zip(self._layers, local, *of_first, strict=True)
-            if own != rows
-        )
-        raise_together(_problem_of(_AdaptedLayer.take, *unlike), group=group)
+        of_first = collectives.from_rank(group.first, local, group)
+        unlike = {i for i, rows in enumerate(local) if rows != of_first[i]}
+        sent = sorted(set().union(*collectives.gather("distribute", sorted(unlike), group)))
+        values = [self._layers[i].values() for i in sent] if group.rank == 0 else []
+        values = collectives.from_rank(group.first, values, group)
+        taken = [(self._layers[i], of) for i, of in zip(sent, values, strict=True) if i in unlike]
+        raise_together(_problem_of(_AdaptedLayer.take, *taken), group=group)
 
 
 def _problem_of(function: Callable[..., None], *arguments: tuple[Any, ...]) -> Exception | None:

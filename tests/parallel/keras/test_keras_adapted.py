@@ -10,6 +10,7 @@ from ranks import error_of, my_part, same_on_all_ranks
 
 import hvkit
 from hvkit import main_rank
+from hvkit.frameworks.keras import initial_state
 
 pytestmark = [MORE, pytest.mark.two_ranks]
 
@@ -111,6 +112,21 @@ def test_ranks_that_adapt_to_their_parts_use_rank_0s_and_say_so(kind, capsys):
         assert "hvkit: all ranks use what rank 0's layers have learnt: " in said
         assert f" of layer {layer.name!r} of rank" in said
         assert "adapt layers to all of the data, before hvkit.shard divides it" in said
+
+
+def test_a_vocabulary_that_is_the_same_on_every_rank_is_not_sent(monkeypatch):
+    read, values = [], initial_state._AdaptedLayer.values
+    monkeypatch.setattr(
+        initial_state._AdaptedLayer, "values", lambda self: read.append(self.name) or values(self)
+    )
+    same, other = layers.StringLookup(name="same"), layers.StringLookup(name="other")
+    same.adapt(TEXTS)
+    other.adapt(TEXTS if hvkit.is_main() else TEXTS[:9])
+    inputs = keras.Input((1,), dtype="string")
+    model = keras.Model(inputs, [same(inputs), other(inputs)])
+    hvkit.distribute(model, sgd())
+    assert other.get_vocabulary() == same.get_vocabulary()
+    assert read == (["'other'"] if hvkit.is_main() else [])
 
 
 def test_constants_that_ranks_have_computed_from_their_parts_become_rank_0s():
