@@ -150,6 +150,7 @@ def rows_together(flats: Iterable[torch.Tensor], count: int) -> list[Rows]:
     for blocks in _blocks_together(flats):
         positions += [(i, b, _segments(block)) for i, b, block in blocks]
         sums.append(_sums_of_segments([block for *_, block in blocks]))
+        blocks.clear()  # before the next ones are made
     if sums:
         of_segments = torch.cat(sums, dim=1).cpu().numpy()
         starts = np.cumsum([0, *(number for *_, number in positions[:-1])])

@@ -225,13 +225,13 @@ class PyTorchPort:
         options, group = self.options, self.options.group
         learnt = functools.partial(buffers.compared_of, self.models)
         checks = Checks(self.parameters, self.optimizers, options, name, learnt)
-        sync: GradientReducer | RoundSync | ServerSync
+        worker: GradientReducer | RoundSync | ServerSync
         if isinstance(strategy := options.strategy, Rounds | ParameterServer):
             weights = ParameterVectors(self.parameters.values(), checks, statistics)
             if isinstance(strategy, Rounds):
-                sync = round_sync(strategy, weights, name, options.compression)
+                worker = round_sync(strategy, weights, name, options.compression)
             else:
-                sync = ServerSync(strategy, weights, name)
+                worker = ServerSync(strategy, weights, name)
         else:
             assert isinstance(strategy, Averaging)
             # In a mesh, ``NonFiniteInMesh`` looks at the gradients of all ranks.
@@ -241,19 +241,19 @@ class PyTorchPort:
             parameters = self.parameters.values()
             layers = refusals.sparse_layers(self.model).values()
             sparse = {each.weight for each in layers} & set(parameters)
-            sync = self.reducer = GradientReducer(
+            worker = self.reducer = GradientReducer(
                 parameters, sparse, reduction, follows_passes=follows_passes
             )
         firsts = [p for model in self.models for p in itertools.islice(model.parameters(), 1)]
-        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), sync)
+        _keep_as_long_as(firsts or itertools.islice(self.parameters.values(), 1), worker)
         for optimizer, around in hooks.items():
             stepping = stepping_in(optimizer)
-            adopt = follow_groups(stepping, sync, group)
-            if isinstance(sync, GradientReducer):
-                sync.watch(stepping, around, adopt)
+            adopt = follow_groups(stepping, worker, group)
+            if isinstance(worker, GradientReducer):
+                worker.watch(stepping, around, adopt)
             else:
-                sync.watch(SteppedOptimizer(stepping, around, weights), adopt)
-        return sync.sync if isinstance(sync, GradientReducer) else sync
+                worker.watch(SteppedOptimizer(stepping, around, weights), adopt)
+        return worker.sync if isinstance(worker, GradientReducer) else worker
 
     def _synchronise_batch_norm(self) -> None:
         group, strategy = self.options.group, self.options.strategy

@@ -102,6 +102,16 @@ def test_shards_of_divided_layers():
     assert max(differences(make, tokens(4), mesh=mesh, microbatches=None)) < 1e-11
 
 
+@on_four
+def test_a_hook_on_gathered_shards_of_a_divided_layer_is_refused():
+    model, _ = distributed(GPT(layers=1), mesh=hvkit.Mesh(shard=2, tensor=2), microbatches=None)
+    x, y = of_this_rank(tokens(1), 2)[0]
+    loss = cross_entropy(model(x), y)
+    with pytest.raises(ValueError, match="must come before the forward pass"):
+        model.wte.weight.register_hook(print)
+    loss.backward()
+
+
 @MORE
 @two_ranks
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with PyTorch 2.9")

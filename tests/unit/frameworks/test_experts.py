@@ -8,6 +8,7 @@ from mesh_models import Experts, ExpertsInTurns, MixtureNet
 from torch import nn
 from torch.nn import functional as F
 
+from hvkit.frameworks.pytorch.model_parallel.tensor import experts
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import Placement
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import plan_layers
 
@@ -107,6 +108,26 @@ def test_the_plan_counts_divided_experts_and_says_why_others_stay_whole():
     assert "and 0 of 2 sets of experts divided" in str(plan)
     reason = "it computes with its experts and with gate.weight"
     assert plan.whole["blocks.0.mixture"] == reason
+
+
+class WithNorm(Own):
+    """Its norm holds a tuple, another one in each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+
+
+def test_equal_blocks_are_tried_once(monkeypatch):
+    tried = []
+    plain = experts._try
+    monkeypatch.setattr(
+        experts, "_try", lambda module, *of: tried.append(module) or plain(module, *of)
+    )
+    model = nn.Sequential(Routed(WithNorm()), Routed(WithNorm()))
+    plan = plan_layers(model, (torch.ones(ROWS, WIDTH),), {}, 2)
+    assert {"0.experts", "1.experts"} <= plan.divisions.keys()
+    assert len(tried) == 1
 
 
 def test_a_trial_leaves_the_model_and_random_numbers_as_they_are():

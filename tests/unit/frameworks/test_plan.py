@@ -20,7 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from hvkit.errors import HvkitError
 from hvkit.frameworks.pytorch.model_parallel.tensor import sequence_parallel
 from hvkit.frameworks.pytorch.model_parallel.tensor.divided_tensors import LayerDivision
-from hvkit.frameworks.pytorch.model_parallel.tensor.plan import in_both_modes, plan_layers
+from hvkit.frameworks.pytorch.model_parallel.tensor.plan import (
+    TensorPlan,
+    in_both_modes,
+    plan_layers,
+)
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 X, IMAGES = torch.ones(2, 20), torch.ones(2, 1, 16, 16)
@@ -214,6 +218,18 @@ def test_regions_that_only_one_mode_divides_stay_whole():
     assert (len(plan.sequence_regions), len(other.sequence_regions)) == (1, 0)
     both, different = in_both_modes(model, plan, other)
     assert (both.sequence_regions, different) == ((), set())
+
+
+def test_a_vocabulary_that_the_modes_divide_into_other_parts_stays_whole():
+    """One mode alone splits its outputs into three."""
+    model, layers = around(F.gelu), frozenset(["first"])
+    of_modes = (
+        TensorPlan(2, {"first": LayerDivision("column", parts)}, vocabularies=found, called=layers)
+        for parts, found in ((1, (layers,)), (3, ()))
+    )
+    both, different = in_both_modes(model, *of_modes)
+    assert (both.divisions, different) == ({}, set())
+    assert both.whole["first"] == "training and evaluation use its weight in different ways"
 
 
 @pytest.mark.parametrize(

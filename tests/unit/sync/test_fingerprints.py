@@ -1,6 +1,7 @@
 """Which tensors fingerprints distinguish, and the messages when those of the ranks differ."""
 
 import itertools
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -190,6 +191,23 @@ def test_a_gpu_computes_the_same_of_many_tensors_together(monkeypatch):
     for one, other in zip(of_tensors.fingerprints_of(tensors), together, strict=True):
         assert one[0] == other[0]
         assert np.allclose(one[1:].view(np.float64), other[1:].view(np.float64), 1e-12, 1e-9)
+
+
+def test_a_gpu_keeps_no_copies_beyond_those_that_it_hashes_together(monkeypatch):
+    monkeypatch.setattr(of_tensors, "_TOGETHER", 4 << 10)
+    monkeypatch.setattr(of_tensors, "BLOCK", 1 << 10)
+    made, alive = [], []
+
+    def copies():
+        for _ in range(20):
+            array = np.ones(1 << 10, np.float32)
+            made.append(weakref.ref(array))
+            yield torch.from_numpy(array)
+            del array
+            alive.append(sum(each() is not None for each in made))
+
+    of_tensors.rows_together(copies(), 20)
+    assert max(alive) <= 5  # one has no more room
 
 
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from hvkit import runtime
 from hvkit.errors import ranks_text
 from hvkit.frameworks.pytorch.divided_state.trials import copied
+from hvkit.frameworks.pytorch.model_parallel.meta_device import OnMeta
 from hvkit.frameworks.pytorch.model_parallel.pipeline.stages import ModuleStages
 from hvkit.frameworks.pytorch.model_parallel.pipeline.torch_schedules import SPLIT_BACKWARD
 from hvkit.frameworks.pytorch.model_parallel.tensor.plan import TensorPlan, placements_of
@@ -35,6 +36,7 @@ from hvkit.log import logger
 from hvkit.mesh import MeshOptions
 from hvkit.pipeline.gpipe import megabytes
 
+_META = torch.device("meta")
 # Arguments of PyTorch's optimizers that choose an implementation.
 _KERNELS = ("fused", "foreach", "capturable")
 
@@ -102,7 +104,9 @@ def log_division(
         if shape and len(stages.holders(name)) == 1:  # those of several stages stay whole
             shape[0] = math.ceil(shape[0] / options.mesh.shard)
         shapes[p] = shape
-    parameters = parameter_bytes(model, optimizers, shapes)
+    # Optimizers that step here may draw numbers on the device.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        parameters = parameter_bytes(model, optimizers, shapes)
     ranks = forecast(stages, parameters, options.schedule, microbatches)
     memories = [Memory(*numbers) for numbers in found.tolist()]
     if device.type == "cuda":
@@ -202,13 +206,13 @@ def state_bytes(
 ) -> dict[torch.Tensor, int]:
     """The bytes of an optimizer's state of each parameter after a step.
 
-    A copy of it steps on the meta device. If it reads values, its state is taken to be Adam's: two
-    numbers for each weight.
+    A copy of it steps on the meta device, where it reads 1 as every value. If it cannot, its state
+    is taken to be Adam's: two numbers for each weight.
     """
     groups = [[p for p in group["params"] if p in shapes] for group in optimizer.param_groups]
     values = [[torch.empty(shapes[p], dtype=p.dtype, device="meta") for p in ps] for ps in groups]
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), OnMeta(_META, lambda _: None):
             twin = copied(optimizer, values, values)
             for group in twin.param_groups:
                 # These implementations keep the same state, but need values, or a GPU.

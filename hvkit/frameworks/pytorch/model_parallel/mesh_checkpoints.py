@@ -108,8 +108,10 @@ class MeshSync:
 
         Until then, and inside ``settled``, the ranks hold the weights that they had agreed on.
         """
-        while self._part is not None and not self._settled and self._pending:
-            self._pending.pop(0)(self._part)
+        if self._part is not None and not self._settled:
+            pending, self._pending = self._pending, []  # none waits any longer if one raises
+            for load in pending:
+                load(self._part)
 
     def _when_divided(self, load: Callable[[_Part], None]) -> None:
         if self._part is None or self._pending:

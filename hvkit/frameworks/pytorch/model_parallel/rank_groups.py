@@ -228,7 +228,7 @@ class SharedNumbers:
     ) -> None:
         self._generators, self._seeded = _Generators(device), seeded
         # The states before each running call: computing shapes may call a module inside of one.
-        self._before: list[list[torch.Tensor]] = []
+        self._before: list[tuple[nn.Module, list[torch.Tensor]]] = []
         for module in modules:
             module.register_forward_pre_hook(self._enter)
             # Also after an error: checkpoints leave modules by an exception.
@@ -249,8 +249,10 @@ class SharedNumbers:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         seed = new_seed()
-        self._before.append(self._generators.states())
+        self._before.append((module, self._generators.states()))
         self._generators.seed(seed)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._generators.set(self._before.pop())
+        # An earlier hook may have refused the call.
+        if self._before and self._before[-1][0] is module:
+            self._generators.set(self._before.pop()[1])

@@ -396,7 +396,12 @@ def note_change() -> None:
 def _register_hook(register: Any, t: Any, hook: Callable[..., Any]) -> Any:
     """Register a hook on a gradient; ``gradients.script_hooks`` handles hooks on parameters."""
     slicing = slicing_of(t)
-    if slicing is not None and (slicing.gathered or not t.is_leaf):
+    if slicing is not None and slicing.gathered:
+        raise ValueError(
+            f"{register.__name__}() on a parameter that a shard axis and another one divide must "
+            "come before the forward pass, or change p.grad after backward()"
+        )
+    if slicing is not None and not t.is_leaf:
         raise ValueError(
             f"{register.__name__}() on what is computed from a divided parameter would see a part "
             "of the gradient: register the hook on the parameter, before the forward pass, or "

@@ -90,7 +90,7 @@ def divisions_of_experts(
             continue
         # Equal blocks are tried once.
         attributes = [
-            (k, v if isinstance(v, _PLAIN) else id(v))
+            (k, v if _is_plain(v) else id(v))
             for each in module.modules()
             for k, v in vars(each).items()
             if k not in _OF_MODULES or k == "training"
@@ -107,6 +107,10 @@ def divisions_of_experts(
 _PLAIN = (bool, int, float, str, type(None))
 _OF_MODULES = vars(nn.Module()).keys()
 _CPU = torch.device("cpu")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _try(module: nn.Module, seen: Experts, ways: int, device: torch.device) -> LayerDivision | str:

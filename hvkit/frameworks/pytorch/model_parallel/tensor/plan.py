@@ -164,7 +164,7 @@ def in_both_modes(
     """
     here, there, whole = dict(plan.divisions), dict(other.divisions), dict(plan.whole)
     for layers in {*plan.vocabularies, *other.vocabularies}:
-        if all(n in here and n in there and here[n].style == there[n].style for n in layers):
+        if all(n in here and n in there and _is_same(here[n], there[n]) for n in layers):
             for n in layers:
                 by_itself = here[n].by_itself or there[n].by_itself
                 here[n] = there[n] = replace(here[n], by_itself=by_itself)
@@ -184,6 +184,11 @@ def in_both_modes(
         sequence_regions=tuple(each for each in plan.sequence_regions if each.begins in begun),
     )
     return both, {n for n in {*here, *there} if here.get(n) != there.get(n)}
+
+
+def _is_same(one: LayerDivision, other: LayerDivision) -> bool:
+    """Whether both divide a weight in the same way, for results that may be gathered or not."""
+    return one == replace(other, by_itself=one.by_itself)
 
 
 def _watch_forward(
