@@ -137,11 +137,11 @@ class PartialState(ABC):
     @property
     @abstractmethod
     def keeps_whole(self) -> bool:
-        """Whether ``collected`` yields the values to this rank."""
+        """Whether ``collected`` returns the values on this rank."""
 
     @abstractmethod
-    def collected(self) -> Iterator[tuple[Any, np.ndarray[Any, Any]]]:
-        """Send the values of this rank's slots, or yield slots with values; a collective."""
+    def collected(self) -> Iterable[tuple[Any, np.ndarray[Any, Any]]]:
+        """Send the values of this rank's slots, or return slots with values; a collective."""
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

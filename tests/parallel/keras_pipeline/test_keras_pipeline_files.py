@@ -23,6 +23,7 @@ from stages import (
 
 import hvkit
 from hvkit.communication.collectives import gather
+from hvkit.frameworks.keras.pipeline.tensors import Tensors
 
 
 @MORE
@@ -81,6 +82,21 @@ def test_rank_0_saves_the_whole_model_where_it_is_settled(tmp_path_factory):
     assert identical(whole(other), expected)
     other.set_weights([2 * w for w in expected])
     assert all(np.array_equal(a, 2 * b) for a, b in zip(whole(other), expected, strict=True))
+
+
+@MORE
+@one_pipeline
+def test_other_ranks_go_on_where_rank_0_cannot_hold_the_whole_model(monkeypatch):
+    model, _ = distributed(residual, seed=0)
+    for each in Tensors.__subclasses__() if hvkit.is_main() else ():
+        monkeypatch.setattr(each, "set_value", None)
+
+    def settle():
+        with hvkit.settled(model):
+            pass
+
+    assert error_of(settle)[0] == (TypeError if hvkit.is_main() else None)
+    hvkit.barrier()
 
 
 def test_the_state_of_an_optimizer_is_saved_whole_and_loaded_in_parts():

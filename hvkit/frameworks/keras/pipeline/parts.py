@@ -77,14 +77,15 @@ class ModelParts:
             self._whole = False
             self._drop_others()
 
-    def collected(self, pairs: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Array]]:
+    def collected(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Array]]:
         """Collect values from the other ranks of the pipeline on rank 0; a collective.
 
-        The pairs are variables, each with the weight whose stage holds its value. Yields on rank 0
+        The pairs are variables, each with the weight whose stage holds its value. Returns on rank 0
         the variables that other ranks hold, with their values; elsewhere nothing.
         """
+        found: list[tuple[Any, Array]] = []
         if not self.collects:
-            return
+            return found
         with self.channel.in_call("hvkit.settled"):
             for variable, weight in pairs:
                 source = stage_of(weight, self.stages)
@@ -93,9 +94,10 @@ class ModelParts:
                     self.channel.flush()
                 elif source != 0 == self.channel.rank:
                     (value,) = self.channel.receive(source)[1]()
-                    yield variable, ops.convert_to_numpy(value)
+                    found.append((variable, ops.convert_to_numpy(value)))
             # A rank that ended now would end MPI, while rank 0 still receives.
             self.channel.from_rank(0)
+        return found
 
     def _guard_methods(self) -> None:
         """Let the model and layers of other stages save and load only while the model is whole."""
@@ -216,7 +218,7 @@ class OptimizerParts(PartialState):
     def keeps_whole(self) -> bool:
         return self._parts.keeps_whole
 
-    def collected(self) -> Iterator[tuple[Any, Array]]:
+    def collected(self) -> list[tuple[Any, Array]]:
         return self._parts.collected(self.slots)
 
 
