@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ref
@@ -344,21 +343,22 @@ def _until_no_rank_has_more(batches_of_rank: Iterable[Any]) -> Iterator[Any]:
     """Batches of all ranks, without rows of this rank once it has no more."""
     # Ranks take one without rows for the end of another's data.
     with_rows = (batch for batch in batches_of_rank if len(jax.tree.leaves(batch)[0]))
-    first = next(with_rows, None)
-    if (empty := _empty(first)) is None:
-        return
-    own = itertools.chain([] if first is None else [first], with_rows, itertools.repeat(empty))
-    for data in own:
-        batch = one_batch(data)
+    data = next(with_rows, None)
+    empty = _empty(data)
+    while empty is not None:
+        batch = one_batch(empty if data is None else data)
         if not any(_last_counts):
             return
         yield batch
+        data = next(with_rows, None)
 
 
 def _empty(data: Any) -> Any:
     """A batch without rows, also on a rank that has no batch; None if no rank has. A collective."""
     gathered = gather(_point(), data is not None)
-    empty = None if data is None else jax.tree.map(lambda leaf: batches.rows_of(leaf)[:0], data)
+    empty = (
+        None if data is None else jax.tree.map(lambda leaf: batches.rows_of(leaf)[:0].copy(), data)
+    )
     if len({*gathered}) > 1:
         first = gathered.index(True)
         empty = unpickled(gather(_point(), pickled(empty))[first], first)

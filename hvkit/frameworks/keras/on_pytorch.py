@@ -94,7 +94,7 @@ class KerasOnPyTorchPort(KerasPort):
         self._begun = False
         self._synchronised: list[Any] = []
         self._local = isinstance(options.strategy, Rounds | ParameterServer)
-        self._epochs: list[FitState] = []
+        self._states: list[FitState] = []
         self._samples: as_pytorch.PyTorchSampleCounts | None = None
 
     def synchronise(self) -> None:
@@ -113,8 +113,8 @@ class KerasOnPyTorchPort(KerasPort):
                 )
             self._let_update(model)
             use_counts_of_all_ranks(model, samples, trains=not self._local)
-            self._epochs.append(FitState(self.group, self._compare, self.options.strategy))
-            combine_results(model, self._epochs[-1])
+            self._states.append(FitState(self.group, self._compare, self.options.strategy))
+            combine_results(model, self._states[-1])
         if self._local:
             refusals.let_differ([self.model, *self.models], self.inner)
         for each in self.inner:
@@ -176,8 +176,8 @@ class KerasOnPyTorchPort(KerasPort):
             port.reducer.weigh(self._samples.weight, self._samples.correction)
             self._samples.weighs = sync is None
         if isinstance(sync, LocalWeightsSync):
-            for epoch in self._epochs:
-                epoch.sync = sync
+            for state in self._states:
+                state.sync = sync
         return self._records(), sync
 
     def _before_update(self, variables: Sequence[Any]) -> None:
