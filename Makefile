@@ -48,8 +48,8 @@ MORE := examples pages cluster spark records more-ranks docs
 # Of `parallel`.
 PARALLEL := parallel-keras parallel-pytorch parallel-others parallel-jax parallel-keras-torch
 
-.PHONY: run test test-all $(PARTS) $(PARALLEL) $(MORE) unit-and-cluster cluster-side-by-side cluster-alone \
-	golden chaos bench accuracy oldest image wheels gpu-build nccl-operations setup machine clean-venv
+.PHONY: run test test-all $(PARTS) $(PARALLEL) $(MORE) golden chaos bench accuracy oldest image wheels \
+	gpu-build nccl-operations setup machine clean-venv
 
 run: setup
 	hvkit run -np 2 recipes/mnist_tf.py
@@ -66,7 +66,7 @@ test: setup
 LEFT = Left to \`make test-all\`: $(MORE),\nand the cases that are deselected above.\n
 
 test-all: export PYTEST_ADDOPTS := -m "not accuracy"
-test-all: PARTS := $(PARTS:unit=unit-and-cluster) $(filter-out cluster,$(MORE))
+test-all: PARTS += $(MORE)
 test-all: LEFT :=
 test-all: test
 
@@ -143,20 +143,9 @@ examples: setup
 pages: setup
 	python -m pytest $(SIDE_BY_SIDE) --dist loadgroup tests/docs
 
-# Half of the time, tests on several hosts wait for these.
-unit-and-cluster: setup
-	@$(MAKE) --no-print-directory -j 2 --output-sync unit cluster-side-by-side
-	@$(MAKE) --no-print-directory cluster-alone
-
 # On several hosts, which the tests make on this machine; skipped unless root runs them.
 cluster: setup
-	@$(MAKE) --no-print-directory cluster-side-by-side
-	@$(MAKE) --no-print-directory cluster-alone
-
-cluster-side-by-side:
 	$(LIMIT) python -m pytest $(HANGS) -n 6 --dist worksteal tests/cluster $(ALONE:%=--ignore=%)
-
-cluster-alone:
 	$(LIMIT) python -m pytest $(HANGS) $(ALONE)
 
 # On a Spark of two executors, which needs Java 17 or newer; pyspark is half a gigabyte.
