@@ -65,7 +65,7 @@ def shard_loader(loader: DataLoader[Any], split: Split, seed: int | None) -> tup
     return ShardedLoader(loader, order, split), [*order.facts(), *facts]
 
 
-class _LoaderLike(DataLoader[Any]):
+class LoaderLike(DataLoader[Any]):
     """A DataLoader with the options of the user's, and some of its own."""
 
     def __init__(self, loader: DataLoader[Any], dataset: Any, **options: Any) -> None:
@@ -90,7 +90,7 @@ class _LoaderLike(DataLoader[Any]):
         return _with_first(batches, self._adapter)
 
 
-class ShardedLoader(WithPosition, _LoaderLike):
+class ShardedLoader(WithPosition, LoaderLike):
     """A DataLoader that reads one rank's part of another DataLoader's samples.
 
     Every iteration is a new epoch. The position is counted over all ranks, so another number of
@@ -168,7 +168,7 @@ class ShardedLoader(WithPosition, _LoaderLike):
         self._order.load_state_dict(state)
 
 
-class DynamicLoader(WithPosition, _LoaderLike):
+class DynamicLoader(WithPosition, LoaderLike):
     """A DataLoader whose next batch is the next one that no rank has taken yet.
 
     Every iteration is a new epoch. Its length is the mean over ranks, and its position counts the
@@ -262,7 +262,7 @@ def _pytorchs_batches(loader: DataLoader[Any]) -> BatchSampler:
     return batches
 
 
-class StreamLoader(_LoaderLike):
+class StreamLoader(LoaderLike):
     """A DataLoader of one rank's part of a stream; workers get the same seeds on every rank."""
 
     def __init__(
@@ -285,7 +285,7 @@ class StreamLoader(_LoaderLike):
 
 def _refuse_others(loader: DataLoader[Any]) -> None:
     name = type(loader).__qualname__
-    if isinstance(loader, _LoaderLike):
+    if isinstance(loader, LoaderLike):
         raise ValueError("this DataLoader was returned by hvkit.shard: shard the original once")
     for method in ("__iter__", "_get_iterator"):
         if getattr(type(loader), method) is not getattr(DataLoader, method):

@@ -1,0 +1,380 @@
+"""Lightning's ``Trainer`` and ``Fabric`` on hvkit's ranks: ``Trainer(strategy="hvkit")``.
+
+A strategy of Lightning answers what its loops ask of ranks: who writes, who reads which samples,
+and what numbers are over all ranks. hvkit averages gradients as in a loop of the script's own.
+Lightning exists as two packages, ``lightning`` and ``pytorch_lightning``, with classes of their
+own: each gets strategies below its own base class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+
+import torch
+
+import hvkit
+from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
+from hvkit.integrations.ranks import (
+    BatchRanks,
+    divides_weights,
+    part_of,
+    same_weights,
+    whole_state,
+)
+from hvkit.models import settled
+
+_OPTIONS = inspect.signature(hvkit.distribute)
+
+
+class _Ranks:
+    """What both strategies answer; a mixin before Lightning's ``ParallelStrategy``."""
+
+    is_distributed = True
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        checkpoint_io: Any = None,
+        **options: Any,
+    ) -> None:
+        precision = {n: options.pop(n) for n in ("precision", "precision_plugin") if n in options}
+        _OPTIONS.bind(None, None, **options)  # raises TypeError for an unknown one
+        hvkit.init("torch")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=self.environment_class(),  # type: ignore[attr-defined]
+            checkpoint_io=checkpoint_io,
+            **precision,
+        )
+        self._options = options
+        self._ranks = BatchRanks(options.get("mesh"))
+        self._trained: tuple[Any, ...] = ()  # the model and the optimizers that hvkit has got
+        self.num_nodes = 1  # Lightning sets the user's; the launcher knows better
+
+    @property
+    def root_device(self) -> torch.device:
+        devices: Any = self.parallel_devices  # type: ignore[attr-defined]
+        kind = devices[0].type if devices else "cpu"
+        return torch.device(kind, hvkit.local_rank() if kind == "cuda" else None)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        return {"num_replicas": self._ranks.batches, "rank": self._ranks.batch}
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        _refuse_group("all_gather", group)
+        return torch.stack(hvkit.allgather(tensor if sync_grads else tensor.detach()))
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        hvkit.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return hvkit.broadcast(obj, root=src)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return not hvkit.any_rank(not decision) if all else hvkit.any_rank(decision)
+
+    def _reduced(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        _refuse_group("reduce", group)
+        op = str(getattr(reduce_op, "name", reduce_op) or "mean").lower()
+        return self._ranks.reduce(tensor, "mean" if op == "avg" else op)
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        module.to(self.root_device)
+
+    def _distribute(self, module: torch.nn.Module, optimizers: list[Any], **options: Any) -> None:
+        model = module if self._options.get("mesh") is None else _model_inside(module)
+        hvkit.distribute(model, optimizers, **{**options, **self._options})
+        self._trained = model, *optimizers
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients before the step, not inside it: not all strategies of hvkit can."""
+        repeats = isinstance(optimizer, torch.optim.LBFGS)
+        scaler = getattr(self._precision_plugin, "scaler", None)  # which needs the optimizer itself
+        stepped = optimizer if repeats or scaler else _ClosureFirst(optimizer)
+        return super().optimizer_step(stepped, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether ranks hold parts of the weights, which stay where they are."""
+        return bool(self._trained) and divides_weights(self._options)
+
+    def _state(self, thing: Any) -> dict[str, Any]:
+        return whole_state(thing, self._trained)
+
+
+class _ForTrainer(_Ranks):
+    """The strategy of ``Trainer``; its options are those of ``hvkit.distribute``."""
+
+    strategy_name = "hvkit"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._shards_loaders = True
+        self._blocked = False  # within ``block_backward_sync``
+        self._in_step = False  # whether ``log`` reduces nothing now
+        self._evaluation = ExitStack()
+
+    def set_world_ranks(self) -> None:
+        """Let rank 0 alone print, log and write; the Trainer calls this first."""
+        for name in ("lightning_utilities.core.rank_zero", f"{self.package}.utilities.rank_zero"):  # type: ignore[attr-defined]
+            import_module(name).rank_zero_only.rank = hvkit.rank()
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)  # type: ignore[misc]
+        model.log = functools.partial(self._log, model)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        connector = self._trainer._accelerator_connector
+        self._shards_loaders &= connector.use_distributed_sampler
+        # Lightning's own sampler remembers the indices of predictions.
+        connector.use_distributed_sampler = self._shards_loaders and self._trainer.predicting
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer  # type: ignore[attr-defined]
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        _use_all_ranks_states(self.lightning_module, self._ranks)  # type: ignore[attr-defined]
+        if not (trainer.training or self._trained):
+            same_weights(self.lightning_module)  # type: ignore[attr-defined]
+
+    def model_to_device(self) -> None:
+        if not self._is_divided:
+            self.module_to_device(self.model)  # type: ignore[attr-defined]
+
+    def on_train_start(self) -> None:
+        """Distribute the model: its weights and the optimizers' state are loaded now, if at all."""
+        super().on_train_start()  # type: ignore[misc]
+        options: dict[str, Any] = {"accumulate": _most_batches(self._trainer)}
+        if self._layer_sync is not None:  # type: ignore[attr-defined]
+            options["batch_norm"] = "sync"
+        self._distribute(self.lightning_module, self.optimizers, **options)  # type: ignore[attr-defined]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if not self._shards_loaders or self._trainer.predicting:
+            return dataloader
+        return part_of(dataloader, self._options, exact=not self._trainer.training)
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._blocked else last_batch():
+            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self._in_step else self._reduced(tensor, group, reduce_op)
+
+    def _log(self, model: Any, *args: Any, sync_dist: bool = False, **kwargs: Any) -> None:
+        """``self.log``, with an epoch's numbers over all ranks; a step's are those of the rank.
+
+        A step's are over all ranks with ``sync_dist=True``.
+        """
+        self._in_step = not sync_dist
+        try:
+            type(model).log(model, *args, sync_dist=True, **kwargs)
+        finally:
+            self._in_step = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._state(self.lightning_module)  # type: ignore[attr-defined]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self._state(getattr(optimizer, "_optimizer", optimizer))
+
+    def on_validation_start(self) -> None:
+        """Evaluate the weights that the ranks would agree on."""
+        self._evaluation.enter_context(settled(*self._trained[:1]))
+
+    def on_validation_end(self) -> None:
+        self._evaluation.close()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._evaluation.pop_all()
+
+    def teardown(self) -> None:
+        if (model := self.lightning_module) is not None:  # type: ignore[attr-defined]
+            vars(model).pop("log", None)
+        if self._is_divided:
+            for each in (self.precision_plugin, self.accelerator, self.checkpoint_io):  # type: ignore[attr-defined]
+                each.teardown()
+        else:
+            super().teardown()  # type: ignore[misc]
+
+    @classmethod
+    def register_strategies(cls, registry: Any) -> None:
+        registry.register(cls.strategy_name, cls, description="Horovod's allreduce, by hvkit")
+
+
+class _ForFabric(_Ranks):
+    """The strategy of ``Fabric``; its options are those of ``hvkit.distribute``."""
+
+    _wants_part = False
+
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = hvkit.rank()
+
+    def setup_module_and_optimizers(
+        self, module: Any, optimizers: list[Any], scheduler: Any = None
+    ) -> tuple[Any, list[Any], Any]:
+        self._distribute(module, optimizers)
+        return module, optimizers, scheduler
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """None: a sampler of Lightning's is not wanted. Fabric asks if a loader is to be divided."""
+        self._wants_part = True
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        wanted, self._wants_part = self._wants_part, False
+        return part_of(dataloader, self._options) if wanted else dataloader
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._reduced(tensor, group, reduce_op)
+
+    def get_module_state_dict(self, module: Any) -> dict[str, Any]:
+        return self._state(module)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return self._state(getattr(optimizer, "optimizer", optimizer))
+
+
+class _ClosureFirst:
+    """An optimizer whose ``step(closure)`` calls the closure, and then ``step()``."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def __class__(self) -> type:  # for the script's ``on_before_optimizer_step``
+        return type(self._optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        loss = closure() if closure else None
+        self._optimizer.step(**kwargs)
+        return loss
+
+
+def _most_batches(trainer: Any) -> int:
+    """The most batches that a step accumulates; fewer are announced in the pass that ends them."""
+    schedules = [vars(each).get("scheduling", {}) for each in trainer.callbacks]
+    return max([trainer.accumulate_grad_batches, *(n for each in schedules for n in each.values())])
+
+
+def _use_all_ranks_states(module: torch.nn.Module, ranks: BatchRanks) -> None:
+    """Let metrics of torchmetrics compute from the states of all ranks."""
+    metrics = import_module("torchmetrics").Metric
+    for each in module.modules():
+        if isinstance(each, metrics):
+            each.distributed_available_fn = lambda: hvkit.size() > 1
+            each.dist_sync_fn = lambda tensor, group: ranks.gather(tensor)
+
+
+def _model_inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The one module in a LightningModule that holds all parameters: ranks divide its calls."""
+    holding = [each for each in module.children() if any(True for _ in each.parameters())]
+    own = any(True for _ in module.parameters(recurse=False))
+    if len(holding) != 1 or own:
+        raise ValueError(
+            f"in a mesh {type(module).__name__} must hold its parameters in one module, whose calls "
+            f"the ranks divide, got {len(holding)}{' and some of its own' * own}: "
+            "put them into one nn.Module and call that in training_step"
+        )
+    return holding[0]
+
+
+def _refuse_group(call: str, group: Any) -> None:
+    if group is not None and type(group).__name__ != "object":
+        raise ValueError(f"{call} works among all ranks, got the group {group!r}: leave it out")
+
+
+def _environment_class(base: Any) -> Any:
+    class HvkitEnvironment(base):  # type: ignore[misc]
+        """The ranks that the launcher has started."""
+
+        creates_processes_externally = True
+        main_address = property(lambda self: socket.gethostname())
+        main_port = 0
+
+        @staticmethod
+        def detect() -> bool:
+            return hvkit.size() > 1
+
+        def world_size(self) -> int:
+            return hvkit.size()
+
+        def global_rank(self) -> int:
+            return hvkit.rank()
+
+        def local_rank(self) -> int:
+            return hvkit.local_rank()
+
+        def node_rank(self) -> int:
+            return hvkit.rank() // hvkit.local_size()
+
+        def set_world_size(self, size: int) -> None: ...
+
+        def set_global_rank(self, rank: int) -> None: ...
+
+    return HvkitEnvironment
+
+
+@functools.cache
+def strategy_class(package: str) -> Any:
+    """The strategy for ``Trainer`` of ``lightning.pytorch``, ``Fabric`` of ``lightning.fabric``, ..."""
+    base = import_module(f"{package}.strategies").ParallelStrategy
+    fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+    environments = import_module(f"{fabric.get(package, package)}.plugins.environments")
+    members = {
+        "package": package,
+        "environment_class": _environment_class(environments.ClusterEnvironment),
+        "__module__": __name__,
+    }
+    mixin = _ForTrainer if package in fabric else _ForFabric
+    name = "HvkitStrategy" if package in fabric else "HvkitFabricStrategy"
+    return type(name, (mixin, base), {**members, "__doc__": mixin.__doc__})
+
+
+def register(package: str) -> None:
+    """Let ``strategy="hvkit"`` be found, once a package of Lightning is imported."""
+    module = import_module(f"{package}.strategies")
+    registry = getattr(module, "StrategyRegistry", None) or module.STRATEGY_REGISTRY
+    if "hvkit" not in registry:
+        registry.register("hvkit", lambda: strategy_class(package)(), description="Horovod by hvkit")
+
+
+def __getattr__(name: str) -> Any:
+    packages = {
+        "HvkitStrategy": ("lightning.pytorch", "pytorch_lightning"),
+        "HvkitFabricStrategy": ("lightning.fabric", "lightning_fabric"),
+    }
+    if name not in packages:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    first, second = packages[name]
+    return strategy_class(second if second in sys.modules and first not in sys.modules else first)
+

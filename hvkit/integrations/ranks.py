@@ -1,0 +1,89 @@
+"""What the trainers' integrations share: ranks by batch, parts of loaders, whole states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import hvkit
+from hvkit.data.pytorch_loader import LoaderLike
+from hvkit.mesh import Mesh, position_in
+from hvkit.strategies import FullyShard
+
+
+class BatchRanks:
+    """Numbers over all ranks, where those of a mesh that train with one batch count once."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.batch, self.batches, self.counts = hvkit.rank(), hvkit.size(), True
+        if mesh is not None:
+            position = position_in(mesh)
+            self.batch, self.batches = position.batch, position.batches
+            self.counts = position.along("pipeline") == position.along("tensor") == 0
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of the ranks, one for each batch, in the order of the batches."""
+        parts = hvkit.allgather((self.batch, self.counts, tensor.detach()))
+        counted = sorted((batch, i) for i, (batch, counts, _) in enumerate(parts) if counts)
+        return [parts[i][2].to(tensor.device) for _, i in counted]
+
+    def reduce(self, value: Any, op: str) -> Any:
+        """A tensor's, or a number's, ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of the ranks."""
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if op in ("mean", "sum") and self.batches < hvkit.size():
+            tensor = tensor if self.counts else torch.zeros_like(tensor)
+        if op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        reduced = hvkit.allreduce(tensor.detach(), op=op if op != "mean" else "sum")  # type: ignore[arg-type]
+        reduced = reduced / self.batches if op == "mean" else reduced
+        return reduced if isinstance(value, torch.Tensor) else reduced.item()
+
+
+def part_of(loader: Any, options: Mapping[str, Any], *, exact: bool = False) -> Any:
+    """This rank's part of a loader for training, or an exact one; other objects stay.
+
+    Ranks that gather weights in each pass need equally many batches: if an exact part has not,
+    every rank evaluates all of the samples.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader, LoaderLike):
+        return loader
+    mesh = options.get("mesh")
+    part = hvkit.shard(loader, exact=exact, mesh=mesh)
+    gathers = isinstance(options.get("strategy"), FullyShard) or (mesh and mesh.shard != 1)
+    if exact and gathers and len(set(hvkit.allgather(len(part)))) > 1:
+        return loader
+    return part
+
+
+def divides_weights(options: Mapping[str, Any]) -> bool:
+    """Whether ranks hold parts of the weights under these options of ``hvkit.distribute``."""
+    return options.get("mesh") is not None or isinstance(options.get("strategy"), FullyShard)
+
+
+def whole_state(thing: Any, trained: Sequence[Any]) -> dict[str, Any]:
+    """The whole state dict of a model or an optimizer on rank 0, empty on others; a collective.
+
+    ``trained`` is what ``hvkit.distribute`` got; with nothing, every rank has the state.
+    """
+    if hvkit.size() == 1 or not trained:
+        return thing.state_dict()  # type: ignore[no-any-return]
+    with hvkit.settled(*trained):
+        return _copied(thing.state_dict()) if hvkit.is_main() else {}
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
+
+
+def same_weights(module: torch.nn.Module) -> None:
+    """Give a model that no optimizer trains the weights of rank 0; a collective."""
+    state = hvkit.broadcast(module.state_dict() if hvkit.is_main() else None)
+    if not hvkit.is_main():
+        module.load_state_dict(state)
