@@ -45,17 +45,22 @@ class BatchRanks:
 def part_of(loader: Any, options: Mapping[str, Any], *, exact: bool = False) -> Any:
     """This rank's part of a loader for training, or an exact one; other objects stay.
 
-    Ranks that gather weights in each pass need equally many batches: if an exact part has not,
-    every rank evaluates all of the samples.
+    Ranks that gather weights in each pass need equally many batches, in a mesh also of equal sizes:
+    if exact parts have others, every rank evaluates all of the samples.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader, LoaderLike):
         return loader
     mesh = options.get("mesh")
     part = hvkit.shard(loader, exact=exact, mesh=mesh)
-    gathers = isinstance(options.get("strategy"), FullyShard) or (mesh and mesh.shard != 1)
-    if exact and gathers and len(set(hvkit.allgather(len(part)))) > 1:
-        return loader
+    if exact and isinstance(options.get("strategy"), FullyShard):
+        return part if len(set(hvkit.allgather(sized_length(part)))) == 1 else loader
+    if exact and mesh is not None and (position := position_in(mesh)).mesh.shard > 1:
+        return part if sized_length(loader.dataset, 1) % position.batches == 0 else loader
     return part
+
+
+def sized_length(data: Any, default: int | None = None) -> Any:
+    return len(data) if hasattr(data, "__len__") else default
 
 
 def divides_weights(options: Mapping[str, Any]) -> bool:
