@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvkit import errors as errors
 from hvkit import log as log
+from hvkit.integrations import watch_imports
 
 if TYPE_CHECKING:
     from hvkit.api import distribute as distribute
@@ -92,3 +93,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+watch_imports()

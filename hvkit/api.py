@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hvkit import runtime
+from hvkit import integrations, runtime
 from hvkit.argument_checks import advise_on_extra_arguments, check_count, check_one_of
 from hvkit.capabilities import checked_compression, checked_strategy, refuse_unsupported
 from hvkit.communication import collectives
@@ -46,10 +47,24 @@ from hvkit.watch.calls import named
 _IN_GROUPS = (Synchronous, ShardedOptimizer, LocalSGD, DiLoCo)
 _SYNCHRONOUS = Synchronous()
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 Model = TypeVar("Model")
 Optimizers = TypeVar("Optimizers")
 
 
+def _of_trainers(call: Call) -> Call:
+    """Decorator: ``distribute(trainer, **options)`` takes a trainer, which has both, and returns it."""
+
+    @functools.wraps(call)
+    def of_trainer(*args: Any, **options: Any) -> Any:
+        if len(args) == 1 and (distributor := integrations.distributor(args[0])):
+            return distributor(args[0], options)
+        return call(*args, **options)
+
+    return of_trainer  # type: ignore[return-value]
+
+
+@_of_trainers
 @named("hvkit.distribute")
 @advise_on_extra_arguments(
     "hvkit.distribute takes a model and an optimizer, or lists of them: distribute([encoder, "

@@ -116,8 +116,6 @@ class _Ranks:
 class _ForTrainer(_Ranks):
     """The strategy of ``Trainer``; its options are those of ``hvkit.distribute``."""
 
-    strategy_name = "hvkit"
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._shards_loaders = True
@@ -221,10 +219,6 @@ class _ForTrainer(_Ranks):
                 each.teardown()
         else:
             super().teardown()  # type: ignore[misc]
-
-    @classmethod
-    def register_strategies(cls, registry: Any) -> None:
-        registry.register(cls.strategy_name, cls, description="Horovod's allreduce, by hvkit")
 
 
 class _ForFabric(_Ranks):
@@ -360,12 +354,16 @@ def strategy_class(package: str) -> Any:
     return type(name, (mixin, base), {**members, "__doc__": mixin.__doc__})
 
 
-def register(package: str) -> None:
-    """Let ``strategy="hvkit"`` be found, once a package of Lightning is imported."""
-    module = import_module(f"{package}.strategies")
-    registry = getattr(module, "StrategyRegistry", None) or module.STRATEGY_REGISTRY
-    if "hvkit" not in registry:
-        registry.register("hvkit", lambda: strategy_class(package)(), description="Horovod by hvkit")
+def register(strategies: Any) -> None:
+    """Let ``strategy="hvkit"`` be found by a package of Lightning, whose module of strategies it is."""
+    package = strategies.__name__.removesuffix(".strategies")
+    registry = getattr(strategies, "StrategyRegistry", None) or strategies.STRATEGY_REGISTRY
+    make = functools.partial(_made, package)
+    registry.register("hvkit", make, description="Horovod's allreduce, by hvkit", override=True)
+
+
+def _made(package: str) -> Any:
+    return strategy_class(package)()
 
 
 def __getattr__(name: str) -> Any:

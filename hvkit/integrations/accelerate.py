@@ -1,0 +1,173 @@
+"""Accelerate on hvkit's ranks: ``accelerator = hvkit.distribute(Accelerator())``.
+
+Accelerate finds the ranks in variables of torchrun. Once it is imported beside hvkit, its first
+state gets those of hvkit, and hvkit's own ``torch.distributed``, through which Accelerate gathers,
+waits and divides data as ever. ``distribute`` then takes the place of DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+import hvkit
+from hvkit.frameworks.pytorch import torch_distributed
+from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
+from hvkit.host.rank_variables import launched
+from hvkit.integrations.ranks import BatchRanks, divides_weights, same_weights
+
+_OPTIONS = inspect.signature(hvkit.distribute)
+# Accelerate reads these, and sets some of them. A number of threads is not to be chosen.
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "OMP_NUM_THREADS",
+)
+
+
+def answer_states(state: Any) -> None:
+    """Let states of ``accelerate.state`` be those of hvkit's ranks, if a launcher started some."""
+    first = state.PartialState.__init__
+
+    @functools.wraps(first)
+    def answered(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        started = launched(os.environ)
+        known = self._shared_state or "MASTER_ADDR" in os.environ
+        if known or started is None or started.size == 1:
+            first(self, cpu, **kwargs)
+            return
+        hvkit.init("torch")
+        torch_distributed.start()
+        with _variables_of_torchrun():
+            first(self, cpu or not torch.cuda.is_available(), **kwargs)
+
+    state.PartialState.__init__ = answered
+
+
+@contextmanager
+def _variables_of_torchrun() -> Iterator[None]:
+    kept = {name: os.environ.get(name) for name in _VARIABLES}
+    numbers = hvkit.rank(), hvkit.size(), hvkit.local_rank(), hvkit.local_size()
+    os.environ.update(zip(_VARIABLES, map(str, numbers), strict=False))
+    # Neither is used: torch.distributed has started.
+    os.environ.update(MASTER_ADDR="localhost", OMP_NUM_THREADS=kept["OMP_NUM_THREADS"] or "1")
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def distribute(accelerator: Any, options: Mapping[str, Any], *, waits: bool = False) -> Any:
+    """Let what an accelerator prepares train on all ranks; with ``waits``, only its caller does."""
+    _OPTIONS.bind(None, None, **options)  # raises TypeError for an unknown one
+    if isinstance(accelerator, _OnRanks):
+        raise ValueError("this Accelerator was passed to hvkit.distribute before: pass it once")
+    if accelerator._models or accelerator._optimizers:
+        raise ValueError(
+            "this Accelerator has prepared models already: pass it to hvkit.distribute before "
+            "accelerator.prepare"
+        )
+    accelerator.__class__ = _class_on_ranks(type(accelerator))
+    accelerator._hvkit = OfAccelerator(options, waits)
+    return accelerator
+
+
+class OfAccelerator:
+    """What hvkit keeps with an accelerator."""
+
+    def __init__(self, options: Mapping[str, Any], waits: bool) -> None:
+        self.options, self.waits = dict(options), waits
+        self.ranks = BatchRanks(options.get("mesh"))
+        self.trained: tuple[Any, ...] = ()  # the models and optimizers that hvkit has got
+        self.trains = False  # whether the next loader to prepare is for training
+        self.data_ranks: tuple[int, int] | None = None  # between how many a loader is divided now
+
+    @contextmanager
+    def among(self, batches: int, batch: int) -> Iterator[None]:
+        """Let Accelerate divide a loader among so many ranks."""
+        self.data_ranks = batches, batch
+        try:
+            yield
+        finally:
+            self.data_ranks = None
+
+    def distribute(self, models: list[Any], optimizers: list[Any], accumulate: int) -> None:
+        trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
+        found = [m for m in models if any(id(p) in trained for p in m.parameters())]
+        hvkit.distribute(found, optimizers, **{"accumulate": accumulate, **self.options})
+        self.trained += (*found, *optimizers)
+
+    def settled(self) -> Any:
+        return hvkit.settled(*self.trained)
+
+
+class _OnRanks:
+    """A mixin before the class of an accelerator, whose models hvkit keeps in step."""
+
+    _hvkit: OfAccelerator
+
+    @property
+    def num_processes(self) -> int:
+        ranks = self._hvkit.data_ranks
+        return ranks[0] if ranks else super().num_processes  # type: ignore[misc]
+
+    @property
+    def process_index(self) -> int:
+        ranks = self._hvkit.data_ranks
+        return ranks[1] if ranks else super().process_index  # type: ignore[misc]
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super().prepare(*args, **kwargs)  # type: ignore[misc]
+        found = prepared if isinstance(prepared, tuple) else (prepared,)
+        optimizers = [each.optimizer for each in found if hasattr(each, "accelerator_state")]
+        if optimizers and not self._hvkit.waits:
+            models = [m for m in self._models if m not in self._hvkit.trained]  # type: ignore[attr-defined]
+            self._hvkit.distribute(models, optimizers, self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+        return prepared
+
+    def prepare_model(self, model: Any, device_placement: Any = None, **_: Any) -> Any:
+        """Place and cast it, but without DistributedDataParallel, as for evaluation."""
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
+        if not any(p.requires_grad for p in model.parameters()):
+            same_weights(model)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = self._hvkit
+        prepare = super().prepare_data_loader  # type: ignore[misc]
+        if ours.trains:
+            # Accelerate makes up the last step with up to a whole batch for each rank.
+            with ours.among(1, 0):
+                prepared = prepare(data_loader, *args, **kwargs)
+            mesh = ours.options.get("mesh")
+            prepared.base_dataloader = hvkit.shard(prepared.base_dataloader, mesh=mesh)
+            return prepared
+        with ours.among(ours.ranks.batches, ours.ranks.batch):
+            return prepare(data_loader, *args, **kwargs)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        with last_batch() if self.sync_gradients else nullcontext():  # type: ignore[attr-defined]
+            super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        options = self._hvkit.options
+        if divides_weights(options) or isinstance(options.get("strategy"), hvkit.ShardedOptimizer):
+            raise ValueError(
+                "accelerator.save_state writes on every rank what each has, which is a part here: "
+                "save with hvkit.Checkpoint(folder, model=model, optimizer=optimizer)"
+            )
+        with self._hvkit.settled():
+            return super().save_state(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _class_on_ranks(base: type) -> type:
+    return type(base.__name__, (_OnRanks, base), {"__module__": base.__module__})

@@ -1,0 +1,65 @@
+"""Transformers' ``Trainer``, and TRL's above it, on hvkit's ranks: ``hvkit.distribute(trainer)``.
+
+The trainer's accelerator does what ``integrations.accelerate`` describes. The trainer itself hands
+its model over when training begins, once it has loaded a checkpoint, if any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import hvkit
+from hvkit.integrations import accelerate
+
+
+def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
+    """Let a trainer train on all ranks, with options of ``hvkit.distribute``."""
+    from transformers import TrainerCallback
+
+    class Begin(TrainerCallback):  # type: ignore[misc]
+        """Distributes the model when training begins."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ours, optimizer = trainer.accelerator._hvkit, trainer.optimizer.optimizer
+            if optimizer not in ours.trained:
+                steps = trainer.args.gradient_accumulation_steps
+                ours.distribute([trainer.model], [optimizer], steps)
+
+    accelerate.distribute(trainer.accelerator, options, waits=True)
+    trainer.__class__ = _class_on_ranks(type(trainer))
+    trainer.gather_function = trainer.accelerator.gather_for_metrics
+    trainer.callback_handler.callbacks.insert(0, Begin())
+    return trainer
+
+
+class _OnRanks:
+    """A mixin before the class of a trainer."""
+
+    accelerator: Any
+
+    def get_train_dataloader(self) -> Any:
+        ours = self.accelerator._hvkit
+        ours.trains = True
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            ours.trains = False
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        with self.accelerator._hvkit.settled():
+            return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self.accelerator._hvkit.settled():
+            return super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+
+@functools.cache
+def _class_on_ranks(base: type) -> type:
+    return type(base.__name__, (_OnRanks, base), {"__module__": base.__module__})
