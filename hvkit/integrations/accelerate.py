@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import hvkit
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.host.rank_variables import launched
-from hvkit.integrations.ranks import BatchRanks, divides_weights, same_weights
+from hvkit.integrations.ranks import BatchRanks, divides_weights, part_of, same_weights
 
 _OPTIONS = inspect.signature(hvkit.distribute)
 # Accelerate reads these, and sets some of them. A number of threads is not to be chosen.
@@ -86,6 +87,7 @@ class OfAccelerator:
     def __init__(self, options: Mapping[str, Any], waits: bool) -> None:
         self.options, self.waits = dict(options), waits
         self.ranks = BatchRanks(options.get("mesh"))
+        self._settled = False
         self.trained: tuple[Any, ...] = ()  # the models and optimizers that hvkit has got
         self.trains = False  # whether the next loader to prepare is for training
         self.data_ranks: tuple[int, int] | None = None  # between how many a loader is divided now
@@ -105,8 +107,18 @@ class OfAccelerator:
         hvkit.distribute(found, optimizers, **{"accumulate": accumulate, **self.options})
         self.trained += (*found, *optimizers)
 
-    def settled(self) -> Any:
-        return hvkit.settled(*self.trained)
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """``hvkit.settled`` of all that trains; nothing inside another such block."""
+        if self._settled:
+            yield
+            return
+        self._settled = True
+        try:
+            with hvkit.settled(*self.trained):
+                yield
+        finally:
+            self._settled = False
 
 
 class _OnRanks:
@@ -141,17 +153,33 @@ class _OnRanks:
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Divide it as Accelerate does, which makes up the last step with up to a batch a rank.
+
+        In a trainer, whose loaders' purpose is known, as ``hvkit.shard`` does.
+        """
         ours = self._hvkit
-        prepare = super().prepare_data_loader  # type: ignore[misc]
-        if ours.trains:
-            # Accelerate makes up the last step with up to a whole batch for each rank.
-            with ours.among(1, 0):
-                prepared = prepare(data_loader, *args, **kwargs)
-            mesh = ours.options.get("mesh")
-            prepared.base_dataloader = hvkit.shard(prepared.base_dataloader, mesh=mesh)
-            return prepared
-        with ours.among(ours.ranks.batches, ours.ranks.batch):
-            return prepare(data_loader, *args, **kwargs)
+        divided_by_hvkit = (1, 0) if ours.waits else (ours.ranks.batches, ours.ranks.batch)
+        with ours.among(*divided_by_hvkit):
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)  # type: ignore[misc]
+        if ours.waits and not hasattr(prepared, "is_whole"):
+            whole = prepared.base_dataloader
+            exact = not ours.trains
+            prepared.base_dataloader = part_of(whole, ours.options, exact=exact, equal=True)
+            prepared.is_whole = prepared.base_dataloader is whole
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if not self._hvkit.waits:
+            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
+        if getattr(self.gradient_state.active_dataloader, "is_whole", False):  # type: ignore[attr-defined]
+            return input_data
+        operations = import_module("accelerate.utils")
+        try:
+            return operations.recursively_apply(
+                self._hvkit.ranks.rows, input_data, error_on_other_type=True
+            )
+        except TypeError:  # not only tensors
+            return super().gather_for_metrics(input_data, use_gather_object=True)  # type: ignore[misc]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         with last_batch() if self.sync_gradients else nullcontext():  # type: ignore[attr-defined]

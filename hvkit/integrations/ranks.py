@@ -30,6 +30,13 @@ class BatchRanks:
         counted = sorted((batch, i) for i, (batch, counts, _) in enumerate(parts) if counts)
         return [parts[i][2].to(tensor.device) for _, i in counted]
 
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of all batches, in the order of the samples that ``hvkit.shard`` has divided."""
+        parts = self.gather(tensor if tensor.ndim else tensor[None])
+        whole = min(map(len, parts))
+        first = torch.stack([part[:whole] for part in parts], 1).flatten(0, 1)
+        return torch.cat([first, *(part[whole:] for part in parts)])
+
     def reduce(self, value: Any, op: str) -> Any:
         """A tensor's, or a number's, ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of the ranks."""
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
@@ -42,20 +49,21 @@ class BatchRanks:
         return reduced if isinstance(value, torch.Tensor) else reduced.item()
 
 
-def part_of(loader: Any, options: Mapping[str, Any], *, exact: bool = False) -> Any:
+def part_of(loader: Any, options: Mapping[str, Any], *, exact: bool = False, equal: bool = False) -> Any:
     """This rank's part of a loader for training, or an exact one; other objects stay.
 
-    Ranks that gather weights in each pass need equally many batches, in a mesh also of equal sizes:
-    if exact parts have others, every rank evaluates all of the samples.
+    Ranks that gather weights in each pass need equally many batches, as do loops that are ``equal``
+    on all ranks; in a mesh also of equal sizes. If exact parts have others, every rank evaluates
+    all of the samples: the loader is the same.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader, LoaderLike):
         return loader
     mesh = options.get("mesh")
     part = hvkit.shard(loader, exact=exact, mesh=mesh)
-    if exact and isinstance(options.get("strategy"), FullyShard):
-        return part if len(set(hvkit.allgather(sized_length(part)))) == 1 else loader
+    if exact and (equal or isinstance(options.get("strategy"), FullyShard)):
+        part = part if len(set(hvkit.allgather(sized_length(part)))) == 1 else loader
     if exact and mesh is not None and (position := position_in(mesh)).mesh.shard > 1:
-        return part if sized_length(loader.dataset, 1) % position.batches == 0 else loader
+        part = part if sized_length(loader.dataset, 1) % position.batches == 0 else loader
     return part
 
 

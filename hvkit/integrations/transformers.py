@@ -28,6 +28,8 @@ def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
                 ours.distribute([trainer.model], [optimizer], steps)
 
     accelerate.distribute(trainer.accelerator, options, waits=True)
+    if (mesh := options.get("mesh")) is not None and mesh.pipeline != 1:
+        trainer.model_accepts_loss_kwargs = False  # a loss that micro-batches share is their mean
     trainer.__class__ = _class_on_ranks(type(trainer))
     trainer.gather_function = trainer.accelerator.gather_for_metrics
     trainer.callback_handler.callbacks.insert(0, Begin())
