@@ -21,7 +21,13 @@ import hvkit
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.host.rank_variables import launched
-from hvkit.integrations.ranks import BatchRanks, divides_weights, part_of, same_weights
+from hvkit.integrations.ranks import (
+    BatchRanks,
+    accumulating,
+    divides_weights,
+    part_of,
+    same_weights,
+)
 
 _OPTIONS = inspect.signature(hvkit.distribute)
 # Accelerate reads these, and sets some of them. A number of threads is not to be chosen.
@@ -104,7 +110,7 @@ class OfAccelerator:
     def distribute(self, models: list[Any], optimizers: list[Any], accumulate: int) -> None:
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
         found = [m for m in models if any(id(p) in trained for p in m.parameters())]
-        hvkit.distribute(found, optimizers, **{"accumulate": accumulate, **self.options})
+        hvkit.distribute(found, optimizers, **accumulating(self.options, accumulate))
         self.trained += (*found, *optimizers)
 
     @contextmanager

@@ -23,6 +23,7 @@ import hvkit
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.integrations.ranks import (
     BatchRanks,
+    accumulating,
     divides_weights,
     part_of,
     same_weights,
@@ -92,9 +93,11 @@ class _Ranks:
     def module_to_device(self, module: torch.nn.Module) -> None:
         module.to(self.root_device)
 
-    def _distribute(self, module: torch.nn.Module, optimizers: list[Any], **options: Any) -> None:
-        model = module if self._options.get("mesh") is None else _model_inside(module)
-        hvkit.distribute(model, optimizers, **{**options, **self._options})
+    def _distribute(
+        self, module: torch.nn.Module, optimizers: list[Any], options: dict[str, Any]
+    ) -> None:
+        model = module if options.get("mesh") is None else _model_inside(module)
+        hvkit.distribute(model, optimizers, **options)
         self._trained = model, *optimizers
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +159,10 @@ class _ForTrainer(_Ranks):
     def on_train_start(self) -> None:
         """Distribute the model: its weights and the optimizers' state are loaded now, if at all."""
         super().on_train_start()  # type: ignore[misc]
-        options: dict[str, Any] = {"accumulate": _most_batches(self._trainer)}
+        options = accumulating(self._options, _most_batches(self._trainer))
         if self._layer_sync is not None:  # type: ignore[attr-defined]
-            options["batch_norm"] = "sync"
-        self._distribute(self.lightning_module, self.optimizers, **options)  # type: ignore[attr-defined]
+            options.setdefault("batch_norm", "sync")
+        self._distribute(self.lightning_module, self.optimizers, options)  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._shards_loaders or self._trainer.predicting:
@@ -233,7 +236,7 @@ class _ForFabric(_Ranks):
     def setup_module_and_optimizers(
         self, module: Any, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        self._distribute(module, optimizers)
+        self._distribute(module, optimizers, self._options)
         return module, optimizers, scheduler
 
     @property

@@ -71,6 +71,13 @@ def sized_length(data: Any, default: int | None = None) -> Any:
     return len(data) if hasattr(data, "__len__") else default
 
 
+def accumulating(options: Mapping[str, Any], batches: int) -> dict[str, Any]:
+    """Options for steps of up to so many batches, of which the last is announced in its pass."""
+    # PyTorch adds each pass's mean there.
+    needless = isinstance(options.get("strategy"), FullyShard)
+    return dict(options) if needless else {"accumulate": batches, **options}
+
+
 def divides_weights(options: Mapping[str, Any]) -> bool:
     """Whether ranks hold parts of the weights under these options of ``hvkit.distribute``."""
     return options.get("mesh") is not None or isinstance(options.get("strategy"), FullyShard)
