@@ -161,6 +161,15 @@ class ShardedLoader(WithPosition, LoaderLike):
                     yield batch
             self._order.compare(epoch)
 
+    def load_before_last_step(self) -> bool:
+        """Go back by a step, if ranks have read all samples of an epoch; whether they have."""
+        samples = self._position.samples
+        at_end = samples > 0 and self._order.steps_after(samples) == 0
+        if at_end:
+            step = (self._order.samples_in_batch or 1) * self._split.size
+            self._order.load_state_dict(self.state_dict() | {"samples": (samples - 1) // step * step})
+        return at_end
+
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()
 

@@ -308,6 +308,11 @@ class RankSampler(Sampler[Any]):
         own = split.count(length, group=samples * split.size, drop_last=self.drop_last)
         return -(-own // samples) if self.batched else own
 
+    @property
+    def samples_in_batch(self) -> int | None:
+        """A rank's samples in a step; None if the position counts whole batches."""
+        return self._batching.samples
+
     def steps_after(self, done: int) -> int | None:
         """How many steps follow the first ``done`` samples of an epoch; None if that is unknown."""
         length, samples = length_of(self._batching.source), self._batching.samples

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import hvkit
+from hvkit.data.pytorch_loader import ShardedLoader
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.integrations.ranks import (
     BatchRanks,
@@ -167,7 +168,10 @@ class _ForTrainer(_Ranks):
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._shards_loaders or self._trainer.predicting:
             return dataloader
-        return part_of(dataloader, self._options, exact=not self._trainer.training)
+        part = part_of(dataloader, self._options, exact=not self._trainer.training)
+        if isinstance(part, ShardedLoader):
+            part.load_state_dict = functools.partial(_load_position, part)  # type: ignore[method-assign]
+        return part
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._blocked else last_batch():
@@ -281,6 +285,16 @@ def _most_batches(trainer: Any) -> int:
     """The most batches that a step accumulates; fewer are announced in the pass that ends them."""
     schedules = [vars(each).get("scheduling", {}) for each in trainer.callbacks]
     return max([trainer.accumulate_grad_batches, *(n for each in schedules for n in each.values())])
+
+
+def _load_position(loader: ShardedLoader, state: dict[str, Any]) -> None:
+    """Resume a loader; after the last batch of an epoch with the next epoch.
+
+    Lightning leaves an epoch's iterator after that batch, at which the sampler may draw no more.
+    """
+    ShardedLoader.load_state_dict(loader, state)
+    if loader.load_before_last_step():
+        next(iter(loader))
 
 
 def _use_all_ranks_states(module: torch.nn.Module, ranks: BatchRanks) -> None:
