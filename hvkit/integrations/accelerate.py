@@ -27,6 +27,7 @@ from hvkit.integrations.ranks import (
     divides_weights,
     part_of,
     same_weights,
+    sized_length,
 )
 
 _OPTIONS = inspect.signature(hvkit.distribute)
@@ -172,18 +173,24 @@ class _OnRanks:
             exact = not ours.trains
             prepared.base_dataloader = part_of(whole, ours.options, exact=exact, equal=True)
             prepared.is_whole = prepared.base_dataloader is whole
+            samples, size = sized_length(whole.dataset, 0), data_loader.batch_size
+            step = (size or 1) * ours.ranks.batches
+            prepared.last_rows = (samples - 1) % step + 1 if samples and size else None
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if not self._hvkit.waits:
             return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
-        if getattr(self.gradient_state.active_dataloader, "is_whole", False):  # type: ignore[attr-defined]
+        loader = self.gradient_state.active_dataloader  # type: ignore[attr-defined]
+        if getattr(loader, "is_whole", False):
             return input_data
-        operations = import_module("accelerate.utils")
+        # A trainer repeats a loss as for a whole batch.
+        at_end = loader is not None and loader.end_of_dataloader
+        last = getattr(loader, "last_rows", None) if at_end else None
+        apply = import_module("accelerate.utils").recursively_apply
+        rows: Any = lambda tensor: self._hvkit.ranks.rows(tensor)[:last]  # noqa: E731
         try:
-            return operations.recursively_apply(
-                self._hvkit.ranks.rows, input_data, error_on_other_type=True
-            )
+            return apply(rows, input_data, error_on_other_type=True)
         except TypeError:  # not only tensors
             return super().gather_for_metrics(input_data, use_gather_object=True)  # type: ignore[misc]
 

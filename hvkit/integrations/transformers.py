@@ -53,6 +53,17 @@ class _OnRanks:
         with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = len(inputs.get("labels", ()))
+        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func  # type: ignore[attr-defined]
+        whole = getattr(self.accelerator.gradient_state.active_dataloader, "is_whole", False)
+        if loss is not None and counted and rows and not whole:
+            # It is a part of the mean over all ranks' tokens, and will count as often as the rank
+            # has samples.
+            loss = loss * (hvkit.allreduce(rows) / rows)
+        return loss, *rest
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator._hvkit.settled():
             return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]

@@ -173,6 +173,79 @@ def step(params, opt_state, x, y):
 
 """
 
+LIGHTNING = """
+import os
+
+import lightning as L
+
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, _):
+        x, y = batch
+        self.log("val", F.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+module = Module()
+train_loader, val_loader = DataLoader(train_set, 16, shuffle=True), test_loader
+"""
+
+TRANSFORMERS = """
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+
+def gpt():
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=8, n_positions=16, n_embd=8, n_layer=2, n_head=2, bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+model, causal_model = gpt(), gpt()
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 8, (40, 16))]
+train_set, eval_set = rows[:32], rows[32:]
+args = TrainingArguments(
+    "runs/trainer", use_cpu=True, num_train_epochs=1, report_to="none", save_strategy="no"
+)
+words = {"<end>": 0, "a": 1, "b": 2}
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="b")),
+    eos_token="<end>", pad_token="<end>",
+)
+texts = Dataset.from_dict({"text": ["a", "b", "a"] * 4})
+"""
+
+ACCELERATE = """
+from accelerate import Accelerator, DataLoaderConfiguration
+
+"""
+
 PRELUDES = {
     "docs/jax.md": JAX,
     "README.md": PYTORCH + KERAS,
@@ -239,4 +312,7 @@ model, optimizer = hvkit.distribute(model, optimizer)
     + """
 dataset = tf.data.Dataset.from_tensor_slices((x, np.eye(4)[y]))
 """,
+    "docs/lightning.md": PYTORCH + LIGHTNING,
+    "docs/transformers.md": PYTORCH + TRANSFORMERS,
+    "docs/accelerate.md": PYTORCH + ACCELERATE,
 }

@@ -1,0 +1,96 @@
+"""Transformers' Trainer on ranks trains, evaluates and saves as in one process."""
+
+import pytest
+import torch
+import transformers_cases
+from transformers import AutoModelForCausalLM
+from transformers_cases import CASES, train
+
+import hvkit
+from hvkit.integrations.ranks import whole_state
+
+
+def same(found, wanted, tolerance=1e-12):
+    weights = whole_state(found.model, found.trainer.accelerator._hvkit.trained)
+    for name, value in wanted["weights"].items() if hvkit.is_main() else ():
+        assert torch.allclose(weights[name], value, rtol=0, atol=tolerance), name
+    for entry, expected in zip(found.history, wanted["history"], strict=True):
+        # The order of groups of equal lengths depends on the batch size.
+        grouped = found.trainer.args.train_sampling_strategy == "group_by_length"
+        left_out = {"eval_first"} if grouped else set()
+        shown = {key: value for key, value in expected.items() if key not in left_out}
+        assert {key: entry[key] for key in shown} == pytest.approx(shown, rel=1e-5)
+
+
+def run(case, folder, **options):
+    return train(case, lambda trainer: hvkit.distribute(trainer, **options), hvkit.size(), folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_logs_and_metrics_are_those_of_one_process(case, one_process, tmp_path, folder):
+    wanted = one_process(transformers_cases)[case, hvkit.size()]
+    # Transformers computes its own mean over tokens in float32.
+    same(run(case, folder / case), wanted, tolerance=1e-5 if case == "own mean" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("accumulation", {"strategy": hvkit.ShardedOptimizer()}),
+        ("masked, accumulated", {"strategy": hvkit.FullyShard()}),
+        ("LoRA", {"strategy": hvkit.ShardedOptimizer()}),
+        ("plain", {"mesh": hvkit.Mesh(shard=hvkit.size())}),
+    ],
+    ids=str,
+)
+def test_strategies_give_the_weights_of_one_process(case, options, one_process, folder):
+    found = run(case, folder / "strategies", **options)
+    same(found, one_process(transformers_cases)[case, hvkit.size()])
+
+
+@pytest.mark.parametrize("case", ["plain", "Llama"])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_mesh_gives_the_weights_of_one_process_with_one_batch(axis, case, one_process, folder):
+    if hvkit.size() > 2:
+        pytest.skip("two layers and heads are for two ranks")
+    microbatches = {"microbatches": 2} if axis == "pipeline" else {}
+    found = run(case, folder / axis, mesh=hvkit.Mesh(**{axis: 2}), **microbatches)
+    same(found, one_process(transformers_cases)[case, 1], tolerance=1e-5)
+
+
+def test_rounds_of_one_step_give_the_weights_of_one_process(one_process, folder):
+    found = run("SGD", folder / "rounds", strategy=hvkit.LocalSGD(every=1))
+    weights = whole_state(found.model, found.trainer.accelerator._hvkit.trained)
+    wanted = one_process(transformers_cases)["SGD", hvkit.size()]["weights"]
+    for name, value in wanted.items() if hvkit.is_main() else ():
+        assert torch.allclose(weights[name], value, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("strategy", [hvkit.Synchronous(), hvkit.FullyShard()], ids=str)
+def test_files_are_written_once_plain_and_resumed(strategy, folder, capfd):
+    where = folder / f"files-{type(strategy).__name__}"
+    run("plain", where, strategy=strategy)
+    said = hvkit.allgather(capfd.readouterr().out)
+    assert "eval_loss" in said[0]
+    assert not any("loss" in each for each in said[1:])
+    names = sorted(each.name for each in where.iterdir())
+    assert names == ["checkpoint-16", "checkpoint-8"]
+    saved = AutoModelForCausalLM.from_pretrained(where / "checkpoint-16").state_dict()
+
+    def distributed(trainer):
+        return hvkit.distribute(trainer, strategy=strategy)
+
+    resumed = train(
+        "plain", distributed, hvkit.size(), where,
+        resume_from_checkpoint=str(where / "checkpoint-8"), load_best_model_at_end=False,
+    )  # fmt: skip
+    again = whole_state(resumed.model, resumed.trainer.accelerator._hvkit.trained)
+    assert all(torch.equal(value, saved[name]) for name, value in again.items())
+
+
+def test_a_trainer_is_distributed_once(folder):
+    def twice(trainer):
+        return hvkit.distribute(hvkit.distribute(trainer))
+
+    with pytest.raises(ValueError, match="passed to hvkit.distribute before"):
+        train("plain", twice, hvkit.size(), folder / "twice")
