@@ -25,7 +25,7 @@ CASES = {
     "uneven last batch": {},
     "masked": {},
     "masked, accumulated": {"gradient_accumulation_steps": 3},
-    "grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "grouped by length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 1},
     "LoRA": {},
     "SGD": {"optim": "sgd", "max_grad_norm": 0},
     "Llama": {},
@@ -96,7 +96,7 @@ def train(case, distribute, ranks, folder, batches=1, **options):
     }  # fmt: skip
     trainer = distribute(
         Trainer(
-            model, TrainingArguments(str(folder), **arguments | CASES[case] | options),
+            model, TrainingArguments(str(folder), **(arguments | CASES[case] | options)),
             train_dataset=train_set, eval_dataset=test_set, data_collator=padded,
             compute_metrics=metrics,
             compute_loss_func=None if case == "own mean" else loss_in_float64,
