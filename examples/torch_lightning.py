@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import hvkit  # added
+import hvkit  # noqa: F401  # added
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--batch-size", type=int, default=16)
