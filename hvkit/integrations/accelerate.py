@@ -173,8 +173,8 @@ class _OnRanks:
             exact = not ours.trains
             prepared.base_dataloader = part_of(whole, ours.options, exact=exact, equal=True)
             prepared.is_whole = prepared.base_dataloader is whole
-            samples, size = sized_length(whole.dataset, 0), data_loader.batch_size
-            step = (size or 1) * ours.ranks.batches
+            prepared.samples, size = sized_length(whole.dataset), data_loader.batch_size
+            step, samples = (size or 1) * ours.ranks.batches, prepared.samples
             prepared.last_rows = (samples - 1) % step + 1 if samples and size else None
         return prepared
 

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 import hvkit
 from hvkit.data.pytorch_loader import ShardedLoader
+from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.integrations.ranks import (
     BatchRanks,
@@ -96,17 +98,16 @@ class _Ranks:
 
     def _distribute(
         self, module: torch.nn.Module, optimizers: list[Any], options: dict[str, Any]
-    ) -> None:
+    ) -> list[Any]:
+        """Distribute a module once; the optimizers of a later ``fit`` give the first ones' their settings."""
         model = module if options.get("mesh") is None else _model_inside(module)
-        hvkit.distribute(model, optimizers, **options)
+        if module in _first_optimizers:
+            optimizers = _renewed(_first_optimizers[module], optimizers)
+        else:
+            hvkit.distribute(model, optimizers, **options)
+            _first_optimizers[module] = optimizers
         self._trained = model, *optimizers
-
-    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients before the step, not inside it: not all strategies of hvkit can."""
-        repeats = isinstance(optimizer, torch.optim.LBFGS)
-        scaler = getattr(self._precision_plugin, "scaler", None)  # which needs the optimizer itself
-        stepped = optimizer if repeats or scaler else _ClosureFirst(optimizer)
-        return super().optimizer_step(stepped, *args, **kwargs)  # type: ignore[misc]
+        return optimizers
 
     @property
     def _is_divided(self) -> bool:
@@ -122,7 +123,7 @@ class _ForTrainer(_Ranks):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._shards_loaders = True
+        self._shards_loaders: bool | None = None  # whether the user wants it
         self._blocked = False  # within ``block_backward_sync``
         self._in_step = False  # whether ``log`` reduces nothing now
         self._evaluation = ExitStack()
@@ -139,7 +140,8 @@ class _ForTrainer(_Ranks):
     def setup_environment(self) -> None:
         super().setup_environment()  # type: ignore[misc]
         connector = self._trainer._accelerator_connector
-        self._shards_loaders &= connector.use_distributed_sampler
+        if self._shards_loaders is None:  # the first call of this trainer
+            self._shards_loaders = connector.use_distributed_sampler
         # Lightning's own sampler remembers the indices of predictions.
         connector.use_distributed_sampler = self._shards_loaders and self._trainer.predicting
 
@@ -163,7 +165,15 @@ class _ForTrainer(_Ranks):
         options = accumulating(self._options, _most_batches(self._trainer))
         if self._layer_sync is not None:  # type: ignore[attr-defined]
             options.setdefault("batch_norm", "sync")
-        self._distribute(self.lightning_module, self.optimizers, options)  # type: ignore[attr-defined]
+        module, optimizers = self.lightning_module, self.optimizers  # type: ignore[attr-defined,has-type]
+        self.optimizers = self._distribute(module, optimizers, options)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients before the step, not inside it: not all strategies of hvkit can."""
+        repeats = isinstance(optimizer, torch.optim.LBFGS)
+        scaler = getattr(self._precision_plugin, "scaler", None)  # which needs the optimizer itself
+        stepped = optimizer if repeats or scaler else _ClosureFirst(optimizer)
+        return super().optimizer_step(stepped, *args, **kwargs)  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._shards_loaders or self._trainer.predicting:
@@ -236,12 +246,13 @@ class _ForFabric(_Ranks):
     def setup_environment(self) -> None:
         super().setup_environment()  # type: ignore[misc]
         import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = hvkit.rank()
+        if hvkit.size() > 1:  # through which metrics gather, which belong to no module here
+            torch_distributed.start()
 
     def setup_module_and_optimizers(
         self, module: Any, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
-        self._distribute(module, optimizers, self._options)
-        return module, optimizers, scheduler
+        return module, self._distribute(module, optimizers, self._options), scheduler
 
     @property
     def distributed_sampler_kwargs(self) -> None:
@@ -260,6 +271,24 @@ class _ForFabric(_Ranks):
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return self._state(getattr(optimizer, "optimizer", optimizer))
+
+
+_first_optimizers: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
+
+
+def _renewed(first: list[Any], later: list[Any]) -> list[Any]:
+    """The optimizers that hvkit has got, with the groups and the state of later ones."""
+    if [type(each) for each in first] != [type(each) for each in later]:
+        names = [", ".join(type(each).__name__ for each in every) for every in (later, first)]
+        raise ValueError(
+            f"a later fit of this module has other optimizers ({names[0]}) than the first "
+            f"({names[1]}), which hvkit keeps in step: return the same kinds from "
+            "configure_optimizers, or fit a new module with the weights of this one"
+        )
+    for kept, given in zip(first, later, strict=True):
+        if kept is not given:  # schedulers change the rates in the lists
+            kept.param_groups, kept.state = given.param_groups, given.state
+    return first
 
 
 class _ClosureFirst:

@@ -49,6 +49,10 @@ class _OnRanks:
         finally:
             ours.trains = False
 
+    def num_examples(self, dataloader: Any) -> int:
+        samples = vars(dataloader).get("samples")
+        return super().num_examples(dataloader) if samples is None else samples  # type: ignore[misc,no-any-return]
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]

@@ -157,3 +157,38 @@ def test_a_module_with_parameters_of_its_own_is_refused_in_a_mesh():
     trainer = L.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match="must hold its parameters in one module"):
         trainer.fit(Own().double(), data_of(loaders("plain", 1, hvkit.size())[0]))
+
+
+def test_later_calls_divide_their_data_and_train_on():
+    torch.set_default_dtype(torch.float64)
+    weights, seen = [], []
+    for ranks in (1, hvkit.size()):
+        torch.manual_seed(0)
+        module = lightning_cases.Classifier("plain")
+        module.on_validation_batch_end = lambda *args: seen.append(len(args[1][0]))
+        for _ in range(2):
+            shuffled, test = loaders("plain", hvkit.size() // ranks, hvkit.size())
+            data = torch.utils.data.DataLoader(shuffled.dataset, shuffled.batch_size)
+            trainer = L.Trainer(
+                accelerator="cpu", strategy="hvkit" if ranks > 1 else "auto", max_epochs=1,
+                logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                num_sanity_val_steps=0,
+            )  # fmt: skip
+            for epochs in (1, 2):
+                trainer.fit_loop.max_epochs = epochs
+                trainer.fit(module, data)
+            seen.clear()
+            trainer.validate(module, test, verbose=False)
+            if ranks > 1:
+                assert sum(hvkit.allgather(sum(seen))) == 31
+        weights.append({k: v.clone() for k, v in module.state_dict().items()})
+    for name, value in weights[0].items():
+        assert torch.allclose(weights[1][name], value, rtol=0, atol=1e-13)
+
+
+def test_other_optimizers_in_a_later_fit_are_refused():
+    done = train("SGD", "hvkit", hvkit.size())
+    done.module.case = "plain"
+    with pytest.raises(ValueError, match=r"other optimizers \(AdamW\) than the first \(SGD\)"):
+        done.trainer.fit_loop.max_epochs = 4
+        done.trainer.fit(done.module, loaders("SGD", 1, hvkit.size())[0])
