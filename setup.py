@@ -71,6 +71,7 @@ setup(
         "bench": ["accelerate", "lightning", "matplotlib"],
         "monitor": ["nvidia-ml-py>=12", "tensorboard>=2.16"],
         "recipes": ["pooch>=1.8", "scikit-learn"],
+        "trainers": ["accelerate", "lightning", "peft", "transformers>=5"],
         "spark": ["pyarrow>=18", "pyspark>=4.0.1"],
         "completion": COMPLETION,
         "dev": [

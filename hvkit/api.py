@@ -53,7 +53,7 @@ Optimizers = TypeVar("Optimizers")
 
 
 def _of_trainers(call: Call) -> Call:
-    """Decorator: ``distribute(trainer, **options)`` takes a trainer, which has both, and returns it."""
+    """Decorator: ``distribute(trainer, **options)`` takes a trainer, and returns it."""
 
     @functools.wraps(call)
     def of_trainer(*args: Any, **options: Any) -> Any:

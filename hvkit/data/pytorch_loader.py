@@ -167,7 +167,9 @@ class ShardedLoader(WithPosition, LoaderLike):
         at_end = samples > 0 and self._order.steps_after(samples) == 0
         if at_end:
             step = (self._order.samples_in_batch or 1) * self._split.size
-            self._order.load_state_dict(self.state_dict() | {"samples": (samples - 1) // step * step})
+            self._order.load_state_dict(
+                self.state_dict() | {"samples": (samples - 1) // step * step}
+            )
         return at_end
 
     def state_dict(self) -> dict[str, Any]:

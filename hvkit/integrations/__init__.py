@@ -36,8 +36,8 @@ def distributor(thing: object) -> Callable[[Any, Mapping[str, Any]], Any] | None
     """The function that distributes a trainer or an accelerator; None for other objects."""
     for module, name in _TRAINERS:
         if (imported := sys.modules.get(module)) and isinstance(thing, getattr(imported, name)):
-            found = import_module(f"{__name__}.{module.split('.')[0]}").distribute
-            return found  # type: ignore[no-any-return]
+            found: Any = import_module(f"{__name__}.{module.split('.')[0]}")
+            return found.distribute  # type: ignore[no-any-return]
     return None
 
 

@@ -23,6 +23,7 @@ from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.host.rank_variables import launched
 from hvkit.integrations.ranks import (
     BatchRanks,
+    Mixin,
     accumulating,
     divides_weights,
     part_of,
@@ -76,14 +77,19 @@ def _variables_of_torchrun() -> Iterator[None]:
 def distribute(accelerator: Any, options: Mapping[str, Any], *, waits: bool = False) -> Any:
     """Let what an accelerator prepares train on all ranks; with ``waits``, only its caller does."""
     _OPTIONS.bind(None, None, **options)  # raises TypeError for an unknown one
-    if isinstance(accelerator, _OnRanks):
+    if not waits and (mesh := options.get("mesh")) and BatchRanks(mesh).batches < hvkit.size():
+        raise ValueError(
+            f"Accelerate gathers from every process as one with a batch of its own, but ranks of "
+            f"{mesh} share batches: use Transformers' Trainer, Lightning or a plain loop there"
+        )
+    if isinstance(accelerator, AcceleratorOnRanks):
         raise ValueError("this Accelerator was passed to hvkit.distribute before: pass it once")
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
             "this Accelerator has prepared models already: pass it to hvkit.distribute before "
             "accelerator.prepare"
         )
-    accelerator.__class__ = _class_on_ranks(type(accelerator))
+    accelerator.__class__ = _class_on_ranks(accelerator.__class__)
     accelerator._hvkit = OfAccelerator(options, waits)
     return accelerator
 
@@ -128,7 +134,7 @@ class OfAccelerator:
             self._settled = False
 
 
-class _OnRanks:
+class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
     """A mixin before the class of an accelerator, whose models hvkit keeps in step."""
 
     _hvkit: OfAccelerator
@@ -136,25 +142,25 @@ class _OnRanks:
     @property
     def num_processes(self) -> int:
         ranks = self._hvkit.data_ranks
-        return ranks[0] if ranks else super().num_processes  # type: ignore[misc]
+        return ranks[0] if ranks else super().num_processes
 
     @property
     def process_index(self) -> int:
         ranks = self._hvkit.data_ranks
-        return ranks[1] if ranks else super().process_index  # type: ignore[misc]
+        return ranks[1] if ranks else super().process_index
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        prepared = super().prepare(*args, **kwargs)  # type: ignore[misc]
+        prepared = super().prepare(*args, **kwargs)
         found = prepared if isinstance(prepared, tuple) else (prepared,)
         optimizers = [each.optimizer for each in found if hasattr(each, "accelerator_state")]
         if optimizers and not self._hvkit.waits:
-            models = [m for m in self._models if m not in self._hvkit.trained]  # type: ignore[attr-defined]
-            self._hvkit.distribute(models, optimizers, self.gradient_accumulation_steps)  # type: ignore[attr-defined]
+            models = [m for m in self._models if m not in self._hvkit.trained]
+            self._hvkit.distribute(models, optimizers, self.gradient_accumulation_steps)
         return prepared
 
     def prepare_model(self, model: Any, device_placement: Any = None, **_: Any) -> Any:
         """Place and cast it, but without DistributedDataParallel, as for evaluation."""
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[misc]
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         if not any(p.requires_grad for p in model.parameters()):
             same_weights(model)
         return prepared
@@ -167,7 +173,7 @@ class _OnRanks:
         ours = self._hvkit
         divided_by_hvkit = (1, 0) if ours.waits else (ours.ranks.batches, ours.ranks.batch)
         with ours.among(*divided_by_hvkit):
-            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)  # type: ignore[misc]
+            prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if ours.waits and not hasattr(prepared, "is_whole"):
             whole = prepared.base_dataloader
             exact = not ours.trains
@@ -180,8 +186,8 @@ class _OnRanks:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         if not self._hvkit.waits:
-            return super().gather_for_metrics(input_data, use_gather_object)  # type: ignore[misc]
-        loader = self.gradient_state.active_dataloader  # type: ignore[attr-defined]
+            return super().gather_for_metrics(input_data, use_gather_object)
+        loader = self.gradient_state.active_dataloader
         if getattr(loader, "is_whole", False):
             return input_data
         # A trainer repeats a loss as for a whole batch.
@@ -192,11 +198,11 @@ class _OnRanks:
         try:
             return apply(rows, input_data, error_on_other_type=True)
         except TypeError:  # not only tensors
-            return super().gather_for_metrics(input_data, use_gather_object=True)  # type: ignore[misc]
+            return super().gather_for_metrics(input_data, use_gather_object=True)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        with last_batch() if self.sync_gradients else nullcontext():  # type: ignore[attr-defined]
-            super().backward(loss, **kwargs)  # type: ignore[misc]
+        with last_batch() if self.sync_gradients else nullcontext():
+            super().backward(loss, **kwargs)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         options = self._hvkit.options
@@ -206,9 +212,9 @@ class _OnRanks:
                 "save with hvkit.Checkpoint(folder, model=model, optimizer=optimizer)"
             )
         with self._hvkit.settled():
-            return super().save_state(*args, **kwargs)  # type: ignore[misc]
+            return super().save_state(*args, **kwargs)
 
 
 @functools.cache
-def _class_on_ranks(base: type) -> type:
-    return type(base.__name__, (_OnRanks, base), {"__module__": base.__module__})
+def _class_on_ranks(base: Any) -> type:
+    return type(base.__name__, (AcceleratorOnRanks, base), {"__module__": base.__module__})

@@ -26,6 +26,7 @@ from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.integrations.ranks import (
     BatchRanks,
+    Mixin,
     accumulating,
     divides_weights,
     part_of,
@@ -37,7 +38,7 @@ from hvkit.models import settled
 _OPTIONS = inspect.signature(hvkit.distribute)
 
 
-class _Ranks:
+class _Ranks(Mixin):  # type: ignore[misc]
     """What both strategies answer; a mixin before Lightning's ``ParallelStrategy``."""
 
     is_distributed = True
@@ -56,7 +57,7 @@ class _Ranks:
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=self.environment_class(),  # type: ignore[attr-defined]
+            cluster_environment=self.environment_class(),
             checkpoint_io=checkpoint_io,
             **precision,
         )
@@ -67,9 +68,9 @@ class _Ranks:
 
     @property
     def root_device(self) -> torch.device:
-        devices: Any = self.parallel_devices  # type: ignore[attr-defined]
+        devices: Any = self.parallel_devices
         kind = devices[0].type if devices else "cpu"
-        return torch.device(kind, hvkit.local_rank() if kind == "cuda" else None)
+        return torch.device(f"cuda:{hvkit.local_rank()}" if kind == "cuda" else kind)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -99,7 +100,7 @@ class _Ranks:
     def _distribute(
         self, module: torch.nn.Module, optimizers: list[Any], options: dict[str, Any]
     ) -> list[Any]:
-        """Distribute a module once; the optimizers of a later ``fit`` give the first ones' their settings."""
+        """Distribute a module once; a later ``fit`` goes on with the first one's optimizers."""
         model = module if options.get("mesh") is None else _model_inside(module)
         if module in _first_optimizers:
             optimizers = _renewed(_first_optimizers[module], optimizers)
@@ -130,15 +131,15 @@ class _ForTrainer(_Ranks):
 
     def set_world_ranks(self) -> None:
         """Let rank 0 alone print, log and write; the Trainer calls this first."""
-        for name in ("lightning_utilities.core.rank_zero", f"{self.package}.utilities.rank_zero"):  # type: ignore[attr-defined]
+        for name in ("lightning_utilities.core.rank_zero", f"{self.package}.utilities.rank_zero"):
             import_module(name).rank_zero_only.rank = hvkit.rank()
 
     def connect(self, model: Any) -> None:
-        super().connect(model)  # type: ignore[misc]
+        super().connect(model)
         model.log = functools.partial(self._log, model)
 
     def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         connector = self._trainer._accelerator_connector
         if self._shards_loaders is None:  # the first call of this trainer
             self._shards_loaders = connector.use_distributed_sampler
@@ -147,33 +148,33 @@ class _ForTrainer(_Ranks):
 
     @property
     def _trainer(self) -> Any:
-        return self.lightning_module.trainer  # type: ignore[attr-defined]
+        return self.lightning_module.trainer
 
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)  # type: ignore[misc]
-        _use_all_ranks_states(self.lightning_module, self._ranks)  # type: ignore[attr-defined]
+        super().setup(trainer)
+        _use_all_ranks_states(self.lightning_module, self._ranks)
         if not (trainer.training or self._trained):
-            same_weights(self.lightning_module)  # type: ignore[attr-defined]
+            same_weights(self.lightning_module)
 
     def model_to_device(self) -> None:
         if not self._is_divided:
-            self.module_to_device(self.model)  # type: ignore[attr-defined]
+            self.module_to_device(self.model)
 
     def on_train_start(self) -> None:
         """Distribute the model: its weights and the optimizers' state are loaded now, if at all."""
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         options = accumulating(self._options, _most_batches(self._trainer))
-        if self._layer_sync is not None:  # type: ignore[attr-defined]
+        if self._layer_sync is not None:
             options.setdefault("batch_norm", "sync")
-        module, optimizers = self.lightning_module, self.optimizers  # type: ignore[attr-defined,has-type]
-        self.optimizers = self._distribute(module, optimizers, options)
+        strategy: Any = self
+        strategy.optimizers = self._distribute(self.lightning_module, strategy.optimizers, options)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute gradients before the step, not inside it: not all strategies of hvkit can."""
         repeats = isinstance(optimizer, torch.optim.LBFGS)
         scaler = getattr(self._precision_plugin, "scaler", None)  # which needs the optimizer itself
         stepped = optimizer if repeats or scaler else _ClosureFirst(optimizer)
-        return super().optimizer_step(stepped, *args, **kwargs)  # type: ignore[misc]
+        return super().optimizer_step(stepped, *args, **kwargs)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._shards_loaders or self._trainer.predicting:
@@ -185,7 +186,7 @@ class _ForTrainer(_Ranks):
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._blocked else last_batch():
-            return super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+            return super().backward(closure_loss, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -210,7 +211,7 @@ class _ForTrainer(_Ranks):
             self._in_step = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._state(self.lightning_module)  # type: ignore[attr-defined]
+        return self._state(self.lightning_module)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return self._state(getattr(optimizer, "_optimizer", optimizer))
@@ -229,13 +230,13 @@ class _ForTrainer(_Ranks):
         self._evaluation.pop_all()
 
     def teardown(self) -> None:
-        if (model := self.lightning_module) is not None:  # type: ignore[attr-defined]
-            vars(model).pop("log", None)
+        if (model := self.lightning_module) is not None:
+            model.__dict__.pop("log", None)
         if self._is_divided:
-            for each in (self.precision_plugin, self.accelerator, self.checkpoint_io):  # type: ignore[attr-defined]
+            for each in (self.precision_plugin, self.accelerator, self.checkpoint_io):
                 each.teardown()
         else:
-            super().teardown()  # type: ignore[misc]
+            super().teardown()
 
 
 class _ForFabric(_Ranks):
@@ -244,7 +245,7 @@ class _ForFabric(_Ranks):
     _wants_part = False
 
     def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         import_module("lightning_utilities.core.rank_zero").rank_zero_only.rank = hvkit.rank()
         if hvkit.size() > 1:  # through which metrics gather, which belong to no module here
             torch_distributed.start()
@@ -255,8 +256,8 @@ class _ForFabric(_Ranks):
         return module, self._distribute(module, optimizers, self._options), scheduler
 
     @property
-    def distributed_sampler_kwargs(self) -> None:
-        """None: a sampler of Lightning's is not wanted. Fabric asks if a loader is to be divided."""
+    def distributed_sampler_kwargs(self) -> Any:
+        """None: no sampler of Lightning's is wanted. Fabric asks if it is to divide a loader."""
         self._wants_part = True
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -297,7 +298,7 @@ class _ClosureFirst:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # for the script's ``on_before_optimizer_step``
         return type(self._optimizer)
 
@@ -312,8 +313,10 @@ class _ClosureFirst:
 
 def _most_batches(trainer: Any) -> int:
     """The most batches that a step accumulates; fewer are announced in the pass that ends them."""
-    schedules = [vars(each).get("scheduling", {}) for each in trainer.callbacks]
-    return max([trainer.accumulate_grad_batches, *(n for each in schedules for n in each.values())])
+    most: int = trainer.accumulate_grad_batches
+    for each in trainer.callbacks:  # a GradientAccumulationScheduler has a dict of them
+        most = max(most, *vars(each).get("scheduling", {}).values(), 1)
+    return most
 
 
 def _load_position(loader: ShardedLoader, state: dict[str, Any]) -> None:
@@ -341,8 +344,8 @@ def _model_inside(module: torch.nn.Module) -> torch.nn.Module:
     own = any(True for _ in module.parameters(recurse=False))
     if len(holding) != 1 or own:
         raise ValueError(
-            f"in a mesh {type(module).__name__} must hold its parameters in one module, whose calls "
-            f"the ranks divide, got {len(holding)}{' and some of its own' * own}: "
+            f"in a mesh {type(module).__name__} must hold its parameters in one module, whose "
+            f"calls the ranks divide, got {len(holding)}{' and some of its own' * own}: "
             "put them into one nn.Module and call that in training_step"
         )
     return holding[0]
@@ -386,7 +389,7 @@ def _environment_class(base: Any) -> Any:
 
 @functools.cache
 def strategy_class(package: str) -> Any:
-    """The strategy for ``Trainer`` of ``lightning.pytorch``, ``Fabric`` of ``lightning.fabric``, ..."""
+    """The strategy for the ``Trainer`` or the ``Fabric`` of a package, ``lightning.fabric``."""
     base = import_module(f"{package}.strategies").ParallelStrategy
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
     environments = import_module(f"{fabric.get(package, package)}.plugins.environments")
@@ -401,7 +404,7 @@ def strategy_class(package: str) -> Any:
 
 
 def register(strategies: Any) -> None:
-    """Let ``strategy="hvkit"`` be found by a package of Lightning, whose module of strategies it is."""
+    """Let ``strategy="hvkit"`` be found, by the package of this module of strategies."""
     package = strategies.__name__.removesuffix(".strategies")
     registry = getattr(strategies, "StrategyRegistry", None) or strategies.STRATEGY_REGISTRY
     make = functools.partial(_made, package)
@@ -421,4 +424,3 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     first, second = packages[name]
     return strategy_class(second if second in sys.modules and first not in sys.modules else first)
-

@@ -13,6 +13,9 @@ from hvkit.data.pytorch_loader import LoaderLike
 from hvkit.mesh import Mesh, position_in
 from hvkit.strategies import FullyShard
 
+# The base of a mixin, which calls what the class beside it has.
+Mixin: Any = object
+
 
 class BatchRanks:
     """Numbers over all ranks, where those of a mesh that train with one batch count once."""
@@ -44,12 +47,15 @@ class BatchRanks:
             tensor = tensor if self.counts else torch.zeros_like(tensor)
         if op == "mean" and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
-        reduced = hvkit.allreduce(tensor.detach(), op=op if op != "mean" else "sum")  # type: ignore[arg-type]
+        summed: Any = "sum" if op == "mean" else op
+        reduced: Any = hvkit.allreduce(tensor.detach(), op=summed)
         reduced = reduced / self.batches if op == "mean" else reduced
         return reduced if isinstance(value, torch.Tensor) else reduced.item()
 
 
-def part_of(loader: Any, options: Mapping[str, Any], *, exact: bool = False, equal: bool = False) -> Any:
+def part_of(
+    loader: Any, options: Mapping[str, Any], *, exact: bool = False, equal: bool = False
+) -> Any:
     """This rank's part of a loader for training, or an exact one; other objects stay.
 
     Ranks that gather weights in each pass need equally many batches, as do loops that are ``equal``
@@ -104,6 +110,6 @@ def _copied(state: Any) -> Any:
 
 def same_weights(module: torch.nn.Module) -> None:
     """Give a model that no optimizer trains the weights of rank 0; a collective."""
-    state = hvkit.broadcast(module.state_dict() if hvkit.is_main() else None)
+    state: Any = hvkit.broadcast(module.state_dict() if hvkit.is_main() else None)
     if not hvkit.is_main():
         module.load_state_dict(state)

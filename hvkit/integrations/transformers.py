@@ -12,13 +12,14 @@ from typing import Any
 
 import hvkit
 from hvkit.integrations import accelerate
+from hvkit.integrations.ranks import Mixin
 
 
 def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
     """Let a trainer train on all ranks, with options of ``hvkit.distribute``."""
     from transformers import TrainerCallback
 
-    class Begin(TrainerCallback):  # type: ignore[misc]
+    class Begin(TrainerCallback):
         """Distributes the model when training begins."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -30,13 +31,13 @@ def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
     accelerate.distribute(trainer.accelerator, options, waits=True)
     if (mesh := options.get("mesh")) is not None and mesh.pipeline != 1:
         trainer.model_accepts_loss_kwargs = False  # a loss that micro-batches share is their mean
-    trainer.__class__ = _class_on_ranks(type(trainer))
+    trainer.__class__ = _class_on_ranks(trainer.__class__)
     trainer.gather_function = trainer.accelerator.gather_for_metrics
     trainer.callback_handler.callbacks.insert(0, Begin())
     return trainer
 
 
-class _OnRanks:
+class TrainerOnRanks(Mixin):  # type: ignore[misc]
     """A mixin before the class of a trainer."""
 
     accelerator: Any
@@ -45,22 +46,22 @@ class _OnRanks:
         ours = self.accelerator._hvkit
         ours.trains = True
         try:
-            return super().get_train_dataloader()  # type: ignore[misc]
+            return super().get_train_dataloader()
         finally:
             ours.trains = False
 
     def num_examples(self, dataloader: Any) -> int:
         samples = vars(dataloader).get("samples")
-        return super().num_examples(dataloader) if samples is None else samples  # type: ignore[misc,no-any-return]
+        return int(super().num_examples(dataloader) if samples is None else samples)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = len(inputs.get("labels", ()))
-        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        counted = self.model_accepts_loss_kwargs or self.compute_loss_func  # type: ignore[attr-defined]
+        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func
         whole = getattr(self.accelerator.gradient_state.active_dataloader, "is_whole", False)
         if loss is not None and counted and rows and not whole:
             # It is a part of the mean over all ranks' tokens, and will count as often as the rank
@@ -70,13 +71,13 @@ class _OnRanks:
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator._hvkit.settled():
-            return super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            return super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> Any:
         with self.accelerator._hvkit.settled():
-            return super().save_model(*args, **kwargs)  # type: ignore[misc]
+            return super().save_model(*args, **kwargs)
 
 
 @functools.cache
-def _class_on_ranks(base: type) -> type:
-    return type(base.__name__, (_OnRanks, base), {"__module__": base.__module__})
+def _class_on_ranks(base: Any) -> type:
+    return type(base.__name__, (TrainerOnRanks, base), {"__module__": base.__module__})

@@ -241,3 +241,25 @@ def test_losses_over_other_numbers_are_named(mean, capsys):
         optimizer.step()
         optimizer.zero_grad()
     assert ("hvkit.mean(total, count)" in capsys.readouterr().err) == (hvkit.is_main() and not mean)
+
+
+def test_training_goes_on_after_an_evaluation_that_is_saved():
+    """PyTorch keeps weights of the model itself gathered after a pass without gradients."""
+    torch.manual_seed(0)
+    model = PatchTransformer()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    alone = copy.deepcopy(model)
+    hvkit.distribute(model, optimizer, mesh=hvkit.Mesh(shard=hvkit.size()))
+    x, y = torch.randn(8, 1, 8, 8), torch.arange(8)
+    for of_model, step in ((alone, torch.optim.SGD(alone.parameters(), 0.1)), (model, optimizer)):
+        part = slice(None) if of_model is alone else slice(hvkit.rank(), None, hvkit.size())
+        for _ in range(2):
+            cross_entropy(of_model(x[part]), y[part]).backward()
+            step.step()
+            step.zero_grad()
+            with torch.no_grad():
+                of_model(x)
+            with hvkit.settled(model, optimizer):
+                saved = model.state_dict() if hvkit.is_main() else {}
+    for name, value in saved.items():
+        torch.testing.assert_close(value, alone.state_dict()[name])

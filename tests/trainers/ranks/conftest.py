@@ -37,7 +37,14 @@ def one_process(folder):
         if module not in known:
             file = folder / f"{module.__name__}.pt"
             if hvkit.is_main():
-                command = ["env", "OMP_NUM_THREADS=1", sys.executable, module.__file__, str(hvkit.size()), str(file)]
+                command = [
+                    "env",
+                    "OMP_NUM_THREADS=1",
+                    sys.executable,
+                    module.__file__,
+                    str(hvkit.size()),
+                    str(file),
+                ]
                 mpi = ("OMPI_", "PMIX_", "PRTE_", "HVKIT_")  # a part of this rank, for MPI
                 clean = {k: v for k, v in os.environ.items() if not k.startswith(mpi)}
                 done = subprocess.run(

@@ -1,5 +1,7 @@
 """Lightning's Trainer and Fabric on ranks train, log and decide as in one process."""
 
+import itertools
+
 import lightning as L
 import lightning_cases
 import pytest
@@ -79,7 +81,11 @@ def test_files_and_lines_are_written_once(folder, capfd):
 def test_a_checkpoint_of_divided_weights_is_plain(folder, one_process):
     strategy = HvkitStrategy(strategy=hvkit.FullyShard())
     done = train(
-        "plain", strategy, hvkit.size(), enable_checkpointing=True, default_root_dir=folder / "whole"
+        "plain",
+        strategy,
+        hvkit.size(),
+        enable_checkpointing=True,
+        default_root_dir=folder / "whole",
     )
     path = hvkit.broadcast(done.trainer.checkpoint_callback.best_model_path)
     saved = torch.load(path, weights_only=False)
@@ -98,14 +104,16 @@ def test_predictions_are_those_of_each_ranks_samples():
         enable_checkpointing=False,
     )  # fmt: skip
     parts = hvkit.allgather(torch.cat(trainer.predict(module, data)).tolist())
-    assert sorted(sum(parts, [])) == sorted((data.dataset.tensors[1]).tolist())
+    assert sorted(itertools.chain(*parts)) == sorted((data.dataset.tensors[1]).tolist())
 
 
 def test_ranks_begin_with_the_weights_of_rank_0_also_to_evaluate():
     torch.manual_seed(hvkit.rank())
     module = lightning_cases.Classifier("plain")
     _, data = loaders("plain", 1, hvkit.size())
-    trainer = L.Trainer(accelerator="cpu", strategy="hvkit", logger=False, enable_progress_bar=False)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy="hvkit", logger=False, enable_progress_bar=False
+    )
     trainer.validate(module.double(), data_of(data), verbose=False)
     first = hvkit.allgather(module.net[0].weight.detach())
     assert all(torch.equal(each, first[0]) for each in first)
@@ -119,7 +127,9 @@ def data_of(loader):
 @pytest.mark.parametrize("options", [{}, {"strategy": hvkit.FullyShard()}], ids=str)
 def test_fabric_trains_the_weights_of_one_process(options):
     torch.set_default_dtype(torch.float64)
-    fabric = L.Fabric(accelerator="cpu", strategy=HvkitFabricStrategy(**options) if options else "hvkit")
+    fabric = L.Fabric(
+        accelerator="cpu", strategy=HvkitFabricStrategy(**options) if options else "hvkit"
+    )
     fabric.launch()
     weights = []
     for ranks in (1, hvkit.size()):
@@ -154,7 +164,9 @@ def test_a_module_with_parameters_of_its_own_is_refused_in_a_mesh():
             self.scale = torch.nn.Parameter(torch.ones(1))
 
     strategy = HvkitStrategy(mesh=hvkit.Mesh(tensor=hvkit.size()))
-    trainer = L.Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False
+    )
     with pytest.raises(ValueError, match="must hold its parameters in one module"):
         trainer.fit(Own().double(), data_of(loaders("plain", 1, hvkit.size())[0]))
 
@@ -189,6 +201,6 @@ def test_later_calls_divide_their_data_and_train_on():
 def test_other_optimizers_in_a_later_fit_are_refused():
     done = train("SGD", "hvkit", hvkit.size())
     done.module.case = "plain"
+    done.trainer.fit_loop.max_epochs = 4
     with pytest.raises(ValueError, match=r"other optimizers \(AdamW\) than the first \(SGD\)"):
-        done.trainer.fit_loop.max_epochs = 4
         done.trainer.fit(done.module, loaders("SGD", 1, hvkit.size())[0])

@@ -92,5 +92,5 @@ def test_a_trainer_is_distributed_once(folder):
     def twice(trainer):
         return hvkit.distribute(hvkit.distribute(trainer))
 
-    with pytest.raises(ValueError, match="passed to hvkit.distribute before"):
+    with pytest.raises(ValueError, match=r"passed to hvkit\.distribute before"):
         train("plain", twice, hvkit.size(), folder / "twice")

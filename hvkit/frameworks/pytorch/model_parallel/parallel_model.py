@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
@@ -378,6 +379,10 @@ class ParallelModel:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """A context in which rank 0 has the full state dict of the model; a collective."""
+        # Weights that an evaluation has left gathered: state_dict() frees them, on rank 0 alone.
+        for each in self._model.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
         self._full.settled = True
         try:
             with nullcontext() if self.state is None else self.state.gathered():
