@@ -180,7 +180,8 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
             prepared.base_dataloader = part_of(whole, ours.options, exact=exact, equal=True)
             prepared.is_whole = prepared.base_dataloader is whole
             prepared.samples, size = sized_length(whole.dataset), data_loader.batch_size
-            step, samples = (size or 1) * ours.ranks.batches, prepared.samples
+            step = (size or 1) * (1 if prepared.is_whole else ours.ranks.batches)
+            samples = prepared.samples
             prepared.last_rows = (samples - 1) % step + 1 if samples and size else None
         return prepared
 
@@ -188,17 +189,18 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
         if not self._hvkit.waits:
             return super().gather_for_metrics(input_data, use_gather_object)
         loader = self.gradient_state.active_dataloader
-        if getattr(loader, "is_whole", False):
-            return input_data
         # A trainer repeats a loss as for a whole batch.
         at_end = loader is not None and loader.end_of_dataloader
         last = getattr(loader, "last_rows", None) if at_end else None
+        whole = getattr(loader, "is_whole", False)  # each rank has all rows
+        gathered: Any = torch.atleast_1d if whole else self._hvkit.ranks.rows
         apply = import_module("accelerate.utils").recursively_apply
-        rows: Any = lambda tensor: self._hvkit.ranks.rows(tensor)[:last]  # noqa: E731
+        rows: Any = lambda tensor: gathered(tensor)[:last]  # noqa: E731
         try:
             return apply(rows, input_data, error_on_other_type=True)
         except TypeError:  # not only tensors
-            return super().gather_for_metrics(input_data, use_gather_object=True)
+            objects = super().gather_for_metrics
+            return input_data if whole else objects(input_data, use_gather_object=True)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         with last_batch() if self.sync_gradients else nullcontext():
