@@ -29,8 +29,9 @@ def run(case, folder, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_logs_and_metrics_are_those_of_one_process(case, one_process, tmp_path, folder):
     wanted = one_process(transformers_cases)[case, hvkit.size()]
-    # Transformers computes its own mean over tokens in float32.
-    same(run(case, folder / case), wanted, tolerance=1e-5 if case == "own mean" else 1e-12)
+    # Transformers computes its own mean over tokens, and Llama's norms, in float32.
+    rounded = case in ("own mean", "Llama")
+    same(run(case, folder / case), wanted, tolerance=1e-5 if rounded else 1e-12)
 
 
 @pytest.mark.parametrize(
