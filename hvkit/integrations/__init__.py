@@ -21,12 +21,15 @@ from typing import Any
 
 # A package's module, and what follows its import.
 _STRATEGIES = "lightning:register"
+_MPI = "lightning:leave_mpi"
 _AFTER = {
     "accelerate.state": "accelerate:answer_states",
     "lightning.pytorch.strategies": _STRATEGIES,
     "pytorch_lightning.strategies": _STRATEGIES,
     "lightning.fabric.strategies": _STRATEGIES,
     "lightning_fabric.strategies": _STRATEGIES,
+    "lightning.fabric.plugins.environments.mpi": _MPI,
+    "lightning_fabric.plugins.environments.mpi": _MPI,
 }
 # The modules and classes of what ``hvkit.distribute`` takes in place of a model and an optimizer.
 _TRAINERS = (("transformers.trainer", "Trainer"), ("accelerate.accelerator", "Accelerator"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ import hvkit
 from hvkit.data.pytorch_loader import ShardedLoader
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
+from hvkit.host.rank_variables import launched
 from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
@@ -409,6 +411,13 @@ def register(strategies: Any) -> None:
     registry = getattr(strategies, "StrategyRegistry", None) or strategies.STRATEGY_REGISTRY
     make = functools.partial(_made, package)
     registry.register("hvkit", make, description="Horovod's allreduce, by hvkit", override=True)
+
+
+def leave_mpi(environment: Any) -> None:
+    """Let Lightning not start MPI to look for ranks: its end would come before Horovod's."""
+    started = launched(os.environ)
+    if started is not None and started.size > 1:
+        environment._MPI4PY_AVAILABLE = False
 
 
 def _made(package: str) -> Any:
