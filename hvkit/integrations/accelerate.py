@@ -84,6 +84,12 @@ def distribute(accelerator: Any, options: Mapping[str, Any], *, waits: bool = Fa
         )
     if isinstance(accelerator, AcceleratorOnRanks):
         raise ValueError("this Accelerator was passed to hvkit.distribute before: pass it once")
+    if accelerator.num_processes != hvkit.size():
+        raise ValueError(
+            f"Accelerate sees {accelerator.num_processes} processes, but there are {hvkit.size()} "
+            "ranks: import hvkit before the first Accelerator, PartialState or TrainingArguments "
+            "is made, and leave MASTER_ADDR unset"
+        )
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
             "this Accelerator has prepared models already: pass it to hvkit.distribute before "
@@ -117,6 +123,11 @@ class OfAccelerator:
     def distribute(self, models: list[Any], optimizers: list[Any], accumulate: int) -> None:
         trained = {id(p) for each in optimizers for g in each.param_groups for p in g["params"]}
         found = [m for m in models if any(id(p) in trained for p in m.parameters())]
+        if not found:
+            raise ValueError(
+                "none of the prepared models has parameters of this optimizer: prepare the model "
+                "with it, accelerator.prepare(model, optimizer)"
+            )
         hvkit.distribute(found, optimizers, **accumulating(self.options, accumulate))
         self.trained += (*found, *optimizers)
 
@@ -203,6 +214,11 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
             return input_data if whole else objects(input_data, use_gather_object=True)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
+        if not self._hvkit.trained:
+            raise ValueError(
+                "no model is kept in step over ranks: accelerator.prepare(model, optimizer) does "
+                "that, prepare_model and prepare_optimizer do not"
+            )
         with last_batch() if self.sync_gradients else nullcontext():
             super().backward(loss, **kwargs)
 

@@ -17,15 +17,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.data import IterableDataset
 
 import hvkit
-from hvkit.data.pytorch_loader import ShardedLoader
+from hvkit.communication.collectives import require_equal
+from hvkit.data.pytorch_loader import LoaderLike, ShardedLoader
 from hvkit.frameworks.pytorch import torch_distributed
 from hvkit.frameworks.pytorch.gradients.backward_passes import last_batch
 from hvkit.host.rank_variables import launched
+from hvkit.integrations.lightning_fits import (
+    ClosureFirst,
+    first_fits,
+    load_position,
+    model_inside,
+    most_batches,
+    renewed,
+)
 from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
@@ -35,6 +44,7 @@ from hvkit.integrations.ranks import (
     same_weights,
     whole_state,
 )
+from hvkit.main_rank import warn_once
 from hvkit.models import settled
 
 _OPTIONS = inspect.signature(hvkit.distribute)
@@ -72,7 +82,11 @@ class _Ranks(Mixin):  # type: ignore[misc]
     def root_device(self) -> torch.device:
         devices: Any = self.parallel_devices
         kind = devices[0].type if devices else "cpu"
-        return torch.device(f"cuda:{hvkit.local_rank()}" if kind == "cuda" else kind)
+        return (
+            torch.device(kind, torch.cuda.current_device())
+            if kind == "cuda"
+            else torch.device(kind)
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -80,7 +94,8 @@ class _Ranks(Mixin):  # type: ignore[misc]
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         _refuse_group("all_gather", group)
-        return torch.stack(hvkit.allgather(tensor if sync_grads else tensor.detach()))
+        parts = hvkit.allgather(tensor if sync_grads else tensor.detach().cpu())
+        return torch.stack([each.to(tensor.device) for each in parts])
 
     def barrier(self, *_: Any, **__: Any) -> None:
         hvkit.barrier()
@@ -103,12 +118,19 @@ class _Ranks(Mixin):  # type: ignore[misc]
         self, module: torch.nn.Module, optimizers: list[Any], options: dict[str, Any]
     ) -> list[Any]:
         """Distribute a module once; a later ``fit`` goes on with the first one's optimizers."""
-        model = module if options.get("mesh") is None else _model_inside(module)
-        if module in _first_optimizers:
-            optimizers = _renewed(_first_optimizers[module], optimizers)
+        model = module if options.get("mesh") is None else model_inside(module)
+        if module in first_fits:
+            first, first_options = first_fits[module]
+            if first_options != self._options:
+                raise ValueError(
+                    f"this module was fitted with {first_options or 'no options'} before, and now "
+                    f"with {self._options or 'none'}: keep them, or fit a new module with its "
+                    "weights"
+                )
+            optimizers = renewed(first, optimizers)
         else:
             hvkit.distribute(model, optimizers, **options)
-            _first_optimizers[module] = optimizers
+            first_fits[module] = optimizers, self._options
         self._trained = model, *optimizers
         return optimizers
 
@@ -129,6 +151,9 @@ class _ForTrainer(_Ranks):
         self._shards_loaders: bool | None = None  # whether the user wants it
         self._blocked = False  # within ``block_backward_sync``
         self._in_step = False  # whether ``log`` reduces nothing now
+        self._in_log = False
+        self._names: dict[str, None] = {}  # of what was logged since ranks compared it
+        self._evaluates_whole = False  # whether each rank evaluates all samples
         self._evaluation = ExitStack()
 
     def set_world_ranks(self) -> None:
@@ -165,7 +190,7 @@ class _ForTrainer(_Ranks):
     def on_train_start(self) -> None:
         """Distribute the model: its weights and the optimizers' state are loaded now, if at all."""
         super().on_train_start()
-        options = accumulating(self._options, _most_batches(self._trainer))
+        options = accumulating(self._options, most_batches(self._trainer))
         if self._layer_sync is not None:
             options.setdefault("batch_norm", "sync")
         strategy: Any = self
@@ -175,15 +200,24 @@ class _ForTrainer(_Ranks):
         """Compute gradients before the step, not inside it: not all strategies of hvkit can."""
         repeats = isinstance(optimizer, torch.optim.LBFGS)
         scaler = getattr(self._precision_plugin, "scaler", None)  # which needs the optimizer itself
-        stepped = optimizer if repeats or scaler else _ClosureFirst(optimizer)
+        stepped = optimizer if repeats or scaler else ClosureFirst(optimizer)
         return super().optimizer_step(stepped, *args, **kwargs)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         if not self._shards_loaders or self._trainer.predicting:
             return dataloader
-        part = part_of(dataloader, self._options, exact=not self._trainer.training)
+        training = self._trainer.training
+        if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
+            warn_once(
+                "stream",
+                "hvkit divides the stream of an IterableDataset among ranks: if it takes a rank's "
+                "part itself, pass use_distributed_sampler=False to the Trainer",
+            )
+        part = part_of(dataloader, self._options, exact=not training)
+        if not training:
+            self._evaluates_whole = part is dataloader and not isinstance(part, LoaderLike)
         if isinstance(part, ShardedLoader):
-            part.load_state_dict = functools.partial(_load_position, part)  # type: ignore[method-assign]
+            part.load_state_dict = functools.partial(load_position, part)  # type: ignore[method-assign]
         return part
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,18 +233,30 @@ class _ForTrainer(_Ranks):
             self._blocked = False
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._in_step else self._reduced(tensor, group, reduce_op)
+        if self._in_step or self._has_all_samples():
+            return tensor
+        if self._names and not self._in_log:
+            names, self._names = list(self._names), {}
+            require_equal(
+                "what self.log got", names, "log the same names in the same order on every rank"
+            )
+        return self._reduced(tensor, group, reduce_op)
+
+    def _has_all_samples(self) -> bool:
+        return self._evaluates_whole and not self._trainer.training
 
     def _log(self, model: Any, *args: Any, sync_dist: bool = False, **kwargs: Any) -> None:
         """``self.log``, with an epoch's numbers over all ranks; a step's are those of the rank.
 
-        A step's are over all ranks with ``sync_dist=True``.
+        A step's are over all ranks with ``sync_dist=True``, but in evaluation, where ranks may
+        take different numbers of steps.
         """
-        self._in_step = not sync_dist
+        self._names[str(args[0] if args else kwargs["name"])] = None
+        self._in_log, self._in_step = True, not (sync_dist and self._trainer.training)
         try:
             type(model).log(model, *args, sync_dist=True, **kwargs)
         finally:
-            self._in_step = False
+            self._in_log = self._in_step = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self._state(self.lightning_module)
@@ -252,6 +298,12 @@ class _ForFabric(_Ranks):
         if hvkit.size() > 1:  # through which metrics gather, which belong to no module here
             torch_distributed.start()
 
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        raise ValueError(
+            "hvkit keeps a model and its optimizers in step together: call "
+            "fabric.setup(model, optimizer) in place of setup_module and setup_optimizers"
+        )
+
     def setup_module_and_optimizers(
         self, module: Any, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
@@ -276,81 +328,16 @@ class _ForFabric(_Ranks):
         return self._state(getattr(optimizer, "optimizer", optimizer))
 
 
-_first_optimizers: WeakKeyDictionary[torch.nn.Module, list[Any]] = WeakKeyDictionary()
-
-
-def _renewed(first: list[Any], later: list[Any]) -> list[Any]:
-    """The optimizers that hvkit has got, with the groups and the state of later ones."""
-    if [type(each) for each in first] != [type(each) for each in later]:
-        names = [", ".join(type(each).__name__ for each in every) for every in (later, first)]
-        raise ValueError(
-            f"a later fit of this module has other optimizers ({names[0]}) than the first "
-            f"({names[1]}), which hvkit keeps in step: return the same kinds from "
-            "configure_optimizers, or fit a new module with the weights of this one"
-        )
-    for kept, given in zip(first, later, strict=True):
-        if kept is not given:  # schedulers change the rates in the lists
-            kept.param_groups, kept.state = given.param_groups, given.state
-    return first
-
-
-class _ClosureFirst:
-    """An optimizer whose ``step(closure)`` calls the closure, and then ``step()``."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for the script's ``on_before_optimizer_step``
-        return type(self._optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        loss = closure() if closure else None
-        self._optimizer.step(**kwargs)
-        return loss
-
-
-def _most_batches(trainer: Any) -> int:
-    """The most batches that a step accumulates; fewer are announced in the pass that ends them."""
-    most: int = trainer.accumulate_grad_batches
-    for each in trainer.callbacks:  # a GradientAccumulationScheduler has a dict of them
-        most = max(most, *vars(each).get("scheduling", {}).values(), 1)
-    return most
-
-
-def _load_position(loader: ShardedLoader, state: dict[str, Any]) -> None:
-    """Resume a loader; after the last batch of an epoch with the next epoch.
-
-    Lightning leaves an epoch's iterator after that batch, at which the sampler may draw no more.
-    """
-    ShardedLoader.load_state_dict(loader, state)
-    if loader.load_before_last_step():
-        next(iter(loader))
-
-
 def _use_all_ranks_states(module: torch.nn.Module, ranks: BatchRanks) -> None:
     """Let metrics of torchmetrics compute from the states of all ranks."""
     metrics = import_module("torchmetrics").Metric
     for each in module.modules():
         if isinstance(each, metrics):
-            each.distributed_available_fn = lambda: hvkit.size() > 1
-            each.dist_sync_fn = lambda tensor, group: ranks.gather(tensor)
+            each.distributed_available_fn, each.dist_sync_fn = _several, ranks.gather_state
 
 
-def _model_inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The one module in a LightningModule that holds all parameters: ranks divide its calls."""
-    holding = [each for each in module.children() if any(True for _ in each.parameters())]
-    own = any(True for _ in module.parameters(recurse=False))
-    if len(holding) != 1 or own:
-        raise ValueError(
-            f"in a mesh {type(module).__name__} must hold its parameters in one module, whose "
-            f"calls the ranks divide, got {len(holding)}{' and some of its own' * own}: "
-            "put them into one nn.Module and call that in training_step"
-        )
-    return holding[0]
+def _several() -> bool:
+    return hvkit.size() > 1
 
 
 def _refuse_group(call: str, group: Any) -> None:

@@ -29,9 +29,13 @@ class BatchRanks:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of the ranks, one for each batch, in the order of the batches."""
-        parts = hvkit.allgather((self.batch, self.counts, tensor.detach()))
+        parts = hvkit.allgather((self.batch, self.counts, tensor.detach().cpu()))
         counted = sorted((batch, i) for i, (batch, counts, _) in enumerate(parts) if counts)
         return [parts[i][2].to(tensor.device) for _, i in counted]
+
+    def gather_state(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """``gather``, as metrics of torchmetrics call it."""
+        return self.gather(tensor)
 
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """The rows of all batches, in the order of the samples that ``hvkit.shard`` has divided."""
@@ -59,15 +63,18 @@ def part_of(
     """This rank's part of a loader for training, or an exact one; other objects stay.
 
     Ranks that gather weights in each pass need equally many batches, as do loops that are ``equal``
-    on all ranks; in a mesh also of equal sizes. If exact parts have others, every rank evaluates
-    all of the samples: the loader is the same.
+    on all ranks; in a mesh also of equal sizes. If exact parts have others, or a rank has none,
+    every rank evaluates all of the samples: the loader is the same.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader, LoaderLike):
         return loader
     mesh = options.get("mesh")
     part = hvkit.shard(loader, exact=exact, mesh=mesh)
+    lengths = set(hvkit.allgather(sized_length(part))) if exact else set()
+    if 0 in lengths:
+        return loader
     if exact and (equal or isinstance(options.get("strategy"), FullyShard)):
-        part = part if len(set(hvkit.allgather(sized_length(part)))) == 1 else loader
+        part = part if len(lengths) == 1 else loader
     if exact and mesh is not None and (position := position_in(mesh)).mesh.shard > 1:
         part = part if sized_length(loader.dataset, 1) % position.batches == 0 else loader
     return part
@@ -102,7 +109,7 @@ def whole_state(thing: Any, trained: Sequence[Any]) -> dict[str, Any]:
 
 def _copied(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        return state.detach().clone()
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
     if isinstance(state, Mapping):
         return {key: _copied(value) for key, value in state.items()}
     return [_copied(value) for value in state] if isinstance(state, list) else state

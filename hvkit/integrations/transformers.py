@@ -61,7 +61,9 @@ class TrainerOnRanks(Mixin):  # type: ignore[misc]
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = len(inputs.get("labels", ()))
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
-        counted = self.model_accepts_loss_kwargs or self.compute_loss_func
+        counted = self.args.average_tokens_across_devices and (
+            self.model_accepts_loss_kwargs or self.compute_loss_func
+        )
         whole = getattr(self.accelerator.gradient_state.active_dataloader, "is_whole", False)
         if loss is not None and counted and rows and not whole:
             # It is a part of the mean over all ranks' tokens, and will count as often as the rank

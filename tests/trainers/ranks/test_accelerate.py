@@ -51,3 +51,19 @@ def test_an_accelerator_is_distributed_before_it_prepares():
         hvkit.distribute(accelerator)
     with pytest.raises(TypeError, match="compresion"):
         hvkit.distribute(Accelerator(cpu=True), compresion="bf16")
+
+
+def test_a_model_that_is_prepared_alone_does_not_train():
+    accelerator = hvkit.distribute(Accelerator(cpu=True))
+    model = accelerator.prepare_model(torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="no model is kept in step over ranks"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(ValueError, match="none of the prepared models has parameters"):
+        accelerator.prepare(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1))
+
+
+def test_a_state_that_does_not_know_the_ranks_is_refused(monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "num_processes", 1)
+    with pytest.raises(ValueError, match="import hvkit before the first Accelerator"):
+        hvkit.distribute(accelerator)

@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric on ranks train, log and decide as in one process."""
 
 import itertools
+import pickle
 
 import lightning as L
 import lightning_cases
@@ -204,3 +205,57 @@ def test_other_optimizers_in_a_later_fit_are_refused():
     done.trainer.fit_loop.max_epochs = 4
     with pytest.raises(ValueError, match=r"other optimizers \(AdamW\) than the first \(SGD\)"):
         done.trainer.fit(done.module, loaders("SGD", 1, hvkit.size())[0])
+
+
+class Logs(lightning_cases.Classifier):
+    """Logs what a function of the rank says."""
+
+    def __init__(self, logged):
+        super().__init__("plain")
+        self.logged = logged
+
+    def validation_step(self, batch, _):
+        for name, value in self.logged().items():
+            self.log(name, float(value), on_step=True, on_epoch=True, sync_dist=True)
+
+
+def validated(logged, rows=9):
+    trainer = L.Trainer(
+        accelerator="cpu", strategy="hvkit", logger=False, enable_progress_bar=False
+    )
+    x, y = torch.randn(rows, 8).double(), torch.arange(rows) % 4
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), BATCH)
+    return trainer.validate(Logs(logged).double(), data, verbose=False)[0]
+
+
+def test_names_that_ranks_log_in_another_order_are_refused():
+    first = {"a": 1, "b": 100}
+    both = [first, dict(reversed(first.items()))]
+    with pytest.raises(hvkit.HvkitError, match="log the same names in the same order"):
+        validated(lambda: both[hvkit.rank() % 2])
+
+
+@pytest.mark.parametrize("rows", [1, 4 * 5 + 1])
+def test_ranks_may_evaluate_other_numbers_of_batches(rows):
+    assert validated(lambda: {"a": 2}, rows)["a_epoch"] == 2
+
+
+def test_another_strategy_in_a_later_fit_is_refused():
+    done = train("SGD", "hvkit", hvkit.size())
+    strategy = HvkitStrategy(strategy=hvkit.LocalSGD(every=5))
+    trainer = L.Trainer(accelerator="cpu", strategy=strategy, logger=False, max_epochs=1)
+    with pytest.raises(ValueError, match="was fitted with no options before"):
+        trainer.fit(done.module, loaders("SGD", 1, hvkit.size())[0])
+
+
+def test_a_module_pickles_after_a_fit():
+    pickle.dumps(train("plain", "hvkit", hvkit.size()).module.accuracy)
+
+
+def test_fabric_is_not_set_up_in_parts():
+    fabric = L.Fabric(accelerator="cpu", strategy="hvkit")
+    fabric.launch()
+    model = torch.nn.Linear(1, 1)
+    fabric.setup_module(model)
+    with pytest.raises(ValueError, match=r"call fabric\.setup\(model, optimizer\)"):
+        fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
