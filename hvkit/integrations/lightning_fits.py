@@ -1,4 +1,4 @@
-"""What a fit of Lightning needs besides its strategy: optimizers, batches, where a loader resumes."""
+"""What a fit of Lightning needs: optimizers, accumulated batches, where a loader resumes."""
 
 from __future__ import annotations
 
