@@ -8,7 +8,6 @@ waits and divides data as ever. ``distribute`` then takes the place of Distribut
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -25,13 +24,13 @@ from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
     accumulating,
+    check_options,
     divides_weights,
     part_of,
     same_weights,
     sized_length,
 )
 
-_OPTIONS = inspect.signature(hvkit.distribute)
 # Accelerate reads these, and sets some of them. A number of threads is not to be chosen.
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -76,7 +75,7 @@ def _variables_of_torchrun() -> Iterator[None]:
 
 def distribute(accelerator: Any, options: Mapping[str, Any], *, waits: bool = False) -> Any:
     """Let what an accelerator prepares train on all ranks; with ``waits``, only its caller does."""
-    _OPTIONS.bind(None, None, **options)  # raises TypeError for an unknown one
+    check_options(options)
     if not waits and (mesh := options.get("mesh")) and BatchRanks(mesh).batches < hvkit.size():
         raise ValueError(
             f"Accelerate gathers from every process as one with a batch of its own, but ranks of "
@@ -182,8 +181,7 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
         In a trainer, whose loaders' purpose is known, as ``hvkit.shard`` does.
         """
         ours = self._hvkit
-        divided_by_hvkit = (1, 0) if ours.waits else (ours.ranks.batches, ours.ranks.batch)
-        with ours.among(*divided_by_hvkit):
+        with ours.among(1, 0) if ours.waits else nullcontext():
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if ours.waits and not hasattr(prepared, "is_whole"):
             whole = prepared.base_dataloader

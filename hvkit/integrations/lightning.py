@@ -9,7 +9,6 @@ own: each gets strategies below its own base class.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import hvkit
 from hvkit.communication.collectives import require_equal
@@ -39,6 +38,7 @@ from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
     accumulating,
+    check_options,
     divides_weights,
     part_of,
     same_weights,
@@ -46,8 +46,6 @@ from hvkit.integrations.ranks import (
 )
 from hvkit.main_rank import warn_once
 from hvkit.models import settled
-
-_OPTIONS = inspect.signature(hvkit.distribute)
 
 
 class _Ranks(Mixin):  # type: ignore[misc]
@@ -64,7 +62,7 @@ class _Ranks(Mixin):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         precision = {n: options.pop(n) for n in ("precision", "precision_plugin") if n in options}
-        _OPTIONS.bind(None, None, **options)  # raises TypeError for an unknown one
+        check_options(options)
         hvkit.init("torch")
         super().__init__(
             accelerator=accelerator,
@@ -82,11 +80,7 @@ class _Ranks(Mixin):  # type: ignore[misc]
     def root_device(self) -> torch.device:
         devices: Any = self.parallel_devices
         kind = devices[0].type if devices else "cpu"
-        return (
-            torch.device(kind, torch.cuda.current_device())
-            if kind == "cuda"
-            else torch.device(kind)
-        )
+        return torch.device(f"cuda:{torch.cuda.current_device()}" if kind == "cuda" else kind)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -153,7 +147,8 @@ class _ForTrainer(_Ranks):
         self._in_step = False  # whether ``log`` reduces nothing now
         self._in_log = False
         self._names: dict[str, None] = {}  # of what was logged since ranks compared it
-        self._evaluates_whole = False  # whether each rank evaluates all samples
+        # Whether each rank evaluates all samples; None before a loader is known.
+        self._evaluates_whole: bool | None = None
         self._evaluation = ExitStack()
 
     def set_world_ranks(self) -> None:
@@ -167,6 +162,7 @@ class _ForTrainer(_Ranks):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._evaluates_whole = None
         connector = self._trainer._accelerator_connector
         if self._shards_loaders is None:  # the first call of this trainer
             self._shards_loaders = connector.use_distributed_sampler
@@ -214,8 +210,15 @@ class _ForTrainer(_Ranks):
                 "part itself, pass use_distributed_sampler=False to the Trainer",
             )
         part = part_of(dataloader, self._options, exact=not training)
-        if not training:
-            self._evaluates_whole = part is dataloader and not isinstance(part, LoaderLike)
+        if not training and isinstance(dataloader, DataLoader):
+            whole = part is dataloader and not isinstance(part, LoaderLike)
+            if self._evaluates_whole not in (None, whole):
+                raise ValueError(
+                    "some evaluation loaders can be divided among ranks, and others not (they have "
+                    "fewer samples than ranks, or unequal parts of divided weights): evaluate them "
+                    "in calls of their own"
+                )
+            self._evaluates_whole = whole
         if isinstance(part, ShardedLoader):
             part.load_state_dict = functools.partial(load_position, part)  # type: ignore[method-assign]
         return part
@@ -243,7 +246,7 @@ class _ForTrainer(_Ranks):
         return self._reduced(tensor, group, reduce_op)
 
     def _has_all_samples(self) -> bool:
-        return self._evaluates_whole and not self._trainer.training
+        return bool(self._evaluates_whole) and not self._trainer.training
 
     def _log(self, model: Any, *args: Any, sync_dist: bool = False, **kwargs: Any) -> None:
         """``self.log``, with an epoch's numbers over all ranks; a step's are those of the rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,11 @@ class BatchRanks:
         reduced: Any = hvkit.allreduce(tensor.detach(), op=summed)
         reduced = reduced / self.batches if op == "mean" else reduced
         return reduced if isinstance(value, torch.Tensor) else reduced.item()
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that ``hvkit.distribute`` does not have."""
+    inspect.signature(hvkit.distribute).bind(None, None, **options)
 
 
 def part_of(
