@@ -64,8 +64,8 @@ def _of_trainers(call: Call) -> Call:
     return of_trainer  # type: ignore[return-value]
 
 
-@_of_trainers
 @named("hvkit.distribute")
+@_of_trainers
 @advise_on_extra_arguments(
     "hvkit.distribute takes a model and an optimizer, or lists of them: distribute([encoder, "
     "decoder], [first, second]). Data goes through hvkit.shard(loader), schedulers and losses stay "

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 
 import pytest
 
+import hvkit
 from hvkit.watch import calls
 from hvkit.watch.calls import (
     call,
@@ -119,6 +120,21 @@ def test_inside_a_call_only_what_a_callback_calls_is_named_itself():
     with pytest.raises(KeyError), call("fit"):
         raise KeyError
     assert current_call() == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["distribute", "shard", "allgather", "mean", "broadcast", "average", "any_rank", "allreduce"],
+)
+def test_public_functions_are_calls_of_the_script_under_all_their_decorators(name):
+    seen = []
+    observe(seen.append)
+    try:
+        with pytest.raises(TypeError):
+            getattr(hvkit, name)()
+    finally:
+        observe(seen.append, on=False)
+    assert [span.name for span in seen] == [f"hvkit.{name}"]
 
 
 def test_a_step_that_fails_does_not_count():
