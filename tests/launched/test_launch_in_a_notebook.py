@@ -98,6 +98,33 @@ def test_functions_and_classes_of_cells_go_to_ranks_and_back(kernel, folder):
     assert left(folder) == ([], [])
 
 
+def test_a_lightning_module_of_a_cell_is_fitted_on_ranks_as_in_the_kernel(kernel):
+    kernel.run("import lightning as L, torch; from torch.utils import data as D")
+    _, result, error = kernel.run(
+        "class Classifier(L.LightningModule):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = torch.nn.Linear(8, 4)\n"
+        "    def training_step(self, batch, _):\n"
+        "        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.AdamW(self.parameters(), 0.01)\n"
+        "def fit(batch, strategy):\n"
+        "    torch.manual_seed(0)\n"
+        "    module = Classifier().double()\n"
+        "    data = D.TensorDataset(torch.randn(48, 8).double(), torch.arange(48) % 4)\n"
+        "    trainer = L.Trainer(\n"
+        "        max_epochs=2, accelerator='cpu', strategy=strategy, logger=False,\n"
+        "        enable_checkpointing=False, enable_progress_bar=False)\n"
+        "    trainer.fit(module, D.DataLoader(data, batch, shuffle=True))\n"
+        "    return trainer.global_step, module.net.weight.detach()\n"
+        "ranks, (steps, wanted) = hvkit.launch(fit, 4, 'hvkit', np=2), fit(8, 'auto')\n"
+        "[(n == steps, float((each - wanted).abs().max()) < 1e-14) for n, each in ranks]"
+    )
+    assert error is None, error
+    assert result == "[(True, True), (True, True)]"
+
+
 def test_an_exception_has_its_own_type_and_the_line_of_its_cell(kernel):
     kernel.run(
         "class Diverged(Exception):\n"
