@@ -24,7 +24,7 @@ from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
     accumulating,
-    check_options,
+    check_use,
     divides_weights,
     part_of,
     same_weights,
@@ -75,7 +75,7 @@ def _variables_of_torchrun() -> Iterator[None]:
 
 def distribute(accelerator: Any, options: Mapping[str, Any], *, waits: bool = False) -> Any:
     """Let what an accelerator prepares train on all ranks; with ``waits``, only its caller does."""
-    check_options(options)
+    check_use("accelerate", options)
     if not waits and (mesh := options.get("mesh")) and BatchRanks(mesh).batches < hvkit.size():
         raise ValueError(
             f"Accelerate gathers from every process as one with a batch of its own, but ranks of "

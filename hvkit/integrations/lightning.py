@@ -38,7 +38,7 @@ from hvkit.integrations.ranks import (
     BatchRanks,
     Mixin,
     accumulating,
-    check_options,
+    check_use,
     divides_weights,
     part_of,
     same_weights,
@@ -62,7 +62,7 @@ class _Ranks(Mixin):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         precision = {n: options.pop(n) for n in ("precision", "precision_plugin") if n in options}
-        check_options(options)
+        check_use(self.package.split(".")[0], options)
         hvkit.init("torch")
         super().__init__(
             accelerator=accelerator,
@@ -308,9 +308,9 @@ class _ForFabric(_Ranks):
         )
 
     def setup_module_and_optimizers(
-        self, module: Any, optimizers: list[Any], scheduler: Any = None
-    ) -> tuple[Any, list[Any], Any]:
-        return module, self._distribute(module, optimizers, self._options), scheduler
+        self, module: Any, optimizers: list[Any], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        return module, self._distribute(module, optimizers, self._options), *scheduler
 
     @property
     def distributed_sampler_kwargs(self) -> Any:

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.utils.data import DataLoader
 
 import hvkit
 from hvkit.data.pytorch_loader import LoaderLike
+from hvkit.errors import HvkitError
 from hvkit.mesh import Mesh, position_in
 from hvkit.strategies import FullyShard
 
 # The base of a mixin, which calls what the class beside it has.
 Mixin: Any = object
+
+# The versions with which the tests of trainers pass.
+OLDEST = {
+    "lightning": "2.4",
+    "pytorch_lightning": "2.4",
+    "lightning_fabric": "2.4",
+    "transformers": "5.0",
+    "accelerate": "1.1",
+}
 
 
 class BatchRanks:
@@ -58,8 +70,19 @@ class BatchRanks:
         return reduced if isinstance(value, torch.Tensor) else reduced.item()
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for an option that ``hvkit.distribute`` does not have."""
+def check_use(package: str, options: Mapping[str, Any]) -> None:
+    """Refuse an old version of a trainer's package, and options ``hvkit.distribute`` lacks.
+
+    Raises:
+        HvkitError: For the version.
+        TypeError: For an option.
+    """
+    version, oldest = str(sys.modules[package].__version__), OLDEST[package]
+    if Version(version) < Version(oldest):
+        raise HvkitError(
+            f"hvkit needs {package} {oldest} or newer, and {package} {version} is installed: "
+            "upgrade it"
+        )
     inspect.signature(hvkit.distribute).bind(None, None, **options)
 
 

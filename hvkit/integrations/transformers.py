@@ -12,7 +12,7 @@ from typing import Any
 
 import hvkit
 from hvkit.integrations import accelerate
-from hvkit.integrations.ranks import Mixin
+from hvkit.integrations.ranks import Mixin, check_use
 
 
 def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
@@ -28,6 +28,7 @@ def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
                 steps = trainer.args.gradient_accumulation_steps
                 ours.distribute([trainer.model], [optimizer], steps)
 
+    check_use("transformers", options)
     accelerate.distribute(trainer.accelerator, options, waits=True)
     if (mesh := options.get("mesh")) is not None and mesh.pipeline != 1:
         trainer.model_accepts_loss_kwargs = False  # a loss that micro-batches share is their mean

@@ -10,6 +10,7 @@ the stacks only when a wait has lasted long enough to matter.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from hvkit.watch.spans import WAITING, Recorder, mark, observers
 
 # The function of ``hvkit.communication.tensors`` that keeps PyTorch's compiler out of a call.
 _UNCOMPILED = "_uncompiled"
+_INTEGRATIONS = f"{OWN_FOLDER}integrations{os.sep}"
 # Seconds between two reports to `hvkit run`; characters of a call, and of a line of the script.
 _REPORT_EVERY = 1.0
 _TEXT = 200
@@ -150,7 +152,9 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             caller: Any = sys._getframe(1)
             if caller.f_code.co_name == _UNCOMPILED:
                 caller = caller.f_back
-            if caller.f_code.co_filename.startswith(OWN_FOLDER):
+            file = caller.f_code.co_filename
+            # An integration calls on behalf of a trainer, which the script has started.
+            if file.startswith(OWN_FOLDER) and not file.startswith(_INTEGRATIONS):
                 return function(*args, **kwargs)
             with _Entered(name, None, "", name):
                 return function(*args, **kwargs)

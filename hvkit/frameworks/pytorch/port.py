@@ -154,7 +154,8 @@ class PyTorchPort:
             )
             for each in self.optimizers
             for group in each.param_groups
-            if (lr := group.get("lr")) is not None
+            # A scheduler that warms up has set the rate to 0, and remembers the user's.
+            if (lr := group.get("initial_lr", group.get("lr"))) is not None
         ]
 
     def keep_in_step(self) -> tuple[list[tuple[Any, Record]], Sync | None]:

@@ -121,8 +121,7 @@ def two_at_once(processes: int) -> str:
     return (
         f"torch.distributed is initialised with {processes} processes beside hvkit: both would "
         "divide the data and average the gradients. Train with one of them: remove "
-        "torch.distributed.init_process_group and whatever calls it (under mpirun, Hugging Face's "
-        "Accelerator and Trainer do), or remove hvkit.distribute"
+        "torch.distributed.init_process_group and whatever calls it, or remove hvkit.distribute"
     )
 
 

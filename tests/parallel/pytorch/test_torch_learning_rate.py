@@ -161,7 +161,8 @@ def test_rank_0_logs_the_rate_that_a_step_uses(capfd):
     """``describe`` has its own test."""
     model, n = mlp(), hvkit.size()
     groups = groups_of(model)
-    groups[0]["lr"], groups[1]["lr"] = 0.5, torch.tensor(0.25)
+    # The first warms up, by a scheduler of the user's.
+    groups[0]["lr"], groups[0]["initial_lr"], groups[1]["lr"] = 0.0, 0.5, torch.tensor(0.25)
     hvkit.distribute(model, torch.optim.Adam(groups), lr_scaling="sqrt")
     line = (
         f"hvkit: {n} ranks; learning rate 0.5, 0.25; steps use {0.5 * n**0.5:g}, "

@@ -2,12 +2,14 @@
 
 import importlib
 import sys
+import types
 import zipfile
 
 import pytest
 
 import hvkit
 from hvkit import integrations
+from hvkit.integrations.ranks import OLDEST, check_use
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["folder", "zip"])
@@ -41,3 +43,18 @@ def test_other_objects_have_no_distributor():
     assert integrations.distributor(object()) is None
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'optimizer'"):
         hvkit.distribute(object())
+
+
+@pytest.mark.parametrize("package", OLDEST)
+@pytest.mark.parametrize(("version", "fits"), [("1.0.9", False), ("10.0", True)])
+def test_a_package_that_is_too_old_is_named(package, version, fits, monkeypatch):
+    found = types.ModuleType(package)
+    found.__version__ = version
+    monkeypatch.setitem(sys.modules, package, found)
+    if fits:
+        check_use(package, {"accumulate": 2})
+        with pytest.raises(TypeError, match="acumulate"):
+            check_use(package, {"acumulate": 2})
+    else:
+        with pytest.raises(hvkit.HvkitError, match=f"{package} {version} is installed: upgrade it"):
+            check_use(package, {})
