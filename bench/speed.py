@@ -37,11 +37,14 @@ BATCH = 64
 ON_RANKS = {
     "torch": str(ROOT / "bench/speed_on_ranks.py"),
     "keras": str(ROOT / "bench/speed_keras_on_ranks.py"),
+    "trainers": str(ROOT / "bench/speed_trainers_on_ranks.py"),
     "collectives": str(ROOT / "bench/speed_of_collectives.py"),
 }
 # Steps in a turn, a few tenths of a second together.
 WORKLOADS = {"mnist": 3, "resnet20": 1, "large": 1, "small": 10, "transformer": 5}
 WAYS = {"fit": 5, "loop": 5}
+LIBRARIES = ("lightning", "transformers")
+OF_TRAINERS = {f"{each}-{name}": WORKLOADS[name] for each in LIBRARIES for name in OVER_RANKS}
 TURNS = 12
 # In Keras 3 it trains custom loops only.
 MIRRORED = "MultiWorkerMirroredStrategy"
@@ -77,6 +80,7 @@ BESIDE_BUSY = (
     "Horovod",
     "Horovod's names",
 )
+TRAINERS = {"hvkit": ("hvkit", "hvkit"), "DDP": ("ddp", "torchrun")}
 COLLECTIVES = {"hvkit": "mpirun", "mpi4py": "mpirun", "gloo": "torchrun"}
 STARTS = {
     "torch": {
@@ -191,6 +195,7 @@ def train(flags):
     else:
         for_fit = {name: peer for name, peer in KERAS.items() if name != MIRRORED}
         cases += [("keras", for_fit, "fit", WAYS["fit"]), ("keras", KERAS, "loop", WAYS["loop"])]
+        cases += [("trainers", TRAINERS, name, steps) for name, steps in OF_TRAINERS.items()]
     for number in range(flags.rounds):
         for framework, peers, workload, steps in cases:
             if not flags.only or workload in flags.only:

@@ -68,9 +68,9 @@ LATER = (
 
 WITH_CODE = [page for page in PAGES if scripts(page)]
 
-# Their code starts ranks itself; that for Spark runs in tests/spark.
-FOR_SPARK = "docs/from-spark.md"
-STARTS_RANKS = ("docs/notebooks.md", FOR_SPARK)
+# Their code runs in tests/spark and tests/trainers, beside packages that other parts do not install.
+ELSEWHERE = ("docs/from-spark.md", "docs/transformers.md")
+STARTS_RANKS = ("docs/notebooks.md", *ELSEWHERE)
 
 # Runs scripts one after another, each in a folder, with names and Keras's settings of its own:
 # importing the frameworks takes longer than all of them.
@@ -92,7 +92,7 @@ def test_pages_with_code_are_found():
 @pytest.mark.parametrize(
     ("pages", "ranks"),
     [
-        pytest.param([p for p in WITH_CODE if p not in (*LATER, FOR_SPARK)], 1, id="one process"),
+        pytest.param([p for p in WITH_CODE if p not in (*LATER, *ELSEWHERE)], 1, id="one process"),
         pytest.param([p for p in WITH_CODE if p in LATER], 1, id="one process, later", marks=MORE),
         pytest.param(
             [p for p in WITH_CODE if p not in STARTS_RANKS], 2, id="two ranks", marks=MORE
