@@ -68,7 +68,7 @@ LATER = (
 
 WITH_CODE = [page for page in PAGES if scripts(page)]
 
-# Their code runs in tests/spark and tests/trainers, beside packages that other parts do not install.
+# Their code runs in tests/spark and tests/trainers, which install packages that others lack.
 ELSEWHERE = ("docs/from-spark.md", "docs/transformers.md")
 STARTS_RANKS = ("docs/notebooks.md", *ELSEWHERE)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
-from test_docs import scripts  # noqa: E402
+from test_docs import scripts
 
 
 @pytest.mark.parametrize("text", scripts("docs/transformers.md"))
