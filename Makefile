@@ -129,8 +129,10 @@ golden: setup
 records: setup
 	$(ALIKE) $(call RANKS,2) tests/golden -k "torch or graph and none"
 
-# Lightning, Transformers and Accelerate: as in one process, on two ranks and on three.
+# Lightning, Transformers, TRL and Accelerate: as in one process, on two ranks and on three. TRL's
+# requirements have 270 MB.
 trainers: setup
+	python -m pip install --quiet --constraint constraints.txt trl
 	$(call RANKS,2) tests/trainers/ranks
 	$(call RANKS,3) tests/trainers/ranks -k those_of_one_process
 
