@@ -11,8 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH = 4
 
 
-def train(distribute, ranks, batches=1):
-    """Train after ``distribute(accelerator)``; the model, the accelerator and what was gathered."""
+def train(distribute, ranks, batches=1, save=None, load=None):
+    """Train after ``distribute(accelerator)``; the model, the accelerator and what was gathered.
+
+    Its state is saved after four of the second epoch's eight batches, or loaded to go on there.
+    """
     torch.set_default_dtype(torch.float64)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # the same in one process
     accelerator = distribute(
@@ -26,14 +29,20 @@ def train(distribute, ranks, batches=1):
     loader = DataLoader(TensorDataset(x[:rows], y[:rows]), size, shuffle=True)
     test = DataLoader(TensorDataset(x[rows:], y[rows:]), size)
     model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
-    for _ in range(2):
-        for inputs, labels in loader:
+    if load is not None:
+        accelerator.load_state(load)
+    for epoch in range(2) if load is None else [1]:
+        loader.set_epoch(epoch)
+        rest = loader if load is None else accelerator.skip_first_batches(loader, 4)
+        for batch, (inputs, labels) in enumerate(rest, 1):
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(inputs), labels))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.3)
                 optimizer.step()
                 optimizer.zero_grad()
+            if save is not None and (epoch, batch) == (1, 4):
+                accelerator.save_state(save)
     with torch.no_grad():
         found = [
             accelerator.gather_for_metrics((model(inputs).argmax(1), labels))

@@ -36,6 +36,13 @@ def test_a_saved_state_is_loaded_again(folder):
     assert torch.equal(model[0].weight, wanted)
 
 
+def test_a_state_saved_in_an_epoch_goes_on_to_the_same_bits(folder):
+    wanted, _, _ = train(hvkit.distribute, hvkit.size(), save=folder / "in an epoch")
+    hvkit.barrier()
+    found, _, _ = train(hvkit.distribute, hvkit.size(), load=folder / "in an epoch")
+    assert all(map(torch.equal, found.parameters(), wanted.parameters()))
+
+
 def test_a_state_that_ranks_have_divided_is_refused(folder):
     _, accelerator, _ = train(
         lambda each: hvkit.distribute(each, strategy=hvkit.ShardedOptimizer()), hvkit.size()

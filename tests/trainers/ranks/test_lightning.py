@@ -8,6 +8,7 @@ import lightning_cases
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from lightning_cases import BATCH, CASES, loaders, train
 
 import hvkit
@@ -61,6 +62,28 @@ def test_a_mesh_gives_the_weights_of_one_process_with_one_batch(axis, one_proces
 def test_mixed_precision_trains_alike(one_process):
     wanted = one_process(lightning_cases)["mixed precision", hvkit.size()]
     same(train("mixed precision", "hvkit", hvkit.size()), wanted, tolerance=0.05)
+
+
+@pytest.mark.parametrize("case", ["clipping", "clipping what is accumulated"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(case, monkeypatch):
+    """Lightning itself scales losses on GPUs only, and trains in bfloat16 on CPUs."""
+    step = lightning_cases.Classifier.training_step
+
+    def overflowing(module, batch, i):
+        last = module.trainer.global_rank == module.trainer.world_size - 1
+        overflows = last and (module.trainer.current_epoch, i) == (1, 4)
+        return step(module, batch, i) * (float("inf") if overflows else 1)
+
+    monkeypatch.setattr(lightning_cases.Classifier, "training_step", overflowing)
+    done, scales = [], []
+    for strategy, batches in [("hvkit", 1), ("auto", hvkit.size())]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+        precision = MixedPrecision("16-mixed", "cpu", scaler)
+        done.append(train(case, strategy, hvkit.size(), batches, plugins=[precision]))
+        scales.append(scaler.get_scale())
+    assert scales == [512, 512]
+    for name, value in done[0].weights.items():
+        assert torch.allclose(value, done[1].weights[name], rtol=0, atol=2e-3), name
 
 
 def test_rounds_end_with_the_weights_that_ranks_agree_on():
@@ -214,17 +237,21 @@ class Logs(lightning_cases.Classifier):
         super().__init__("plain")
         self.logged = logged
 
-    def validation_step(self, batch, _):
+    def validation_step(self, batch, *_):
         for name, value in self.logged().items():
             self.log(name, float(value), on_step=True, on_epoch=True, sync_dist=True)
 
 
-def validated(logged, rows=9):
+def validated(logged, *rows):
     trainer = L.Trainer(
         accelerator="cpu", strategy="hvkit", logger=False, enable_progress_bar=False
     )
-    x, y = torch.randn(rows, 8).double(), torch.arange(rows) % 4
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), BATCH)
+    data = [
+        torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.randn(n, 8).double(), torch.arange(n) % 4), BATCH
+        )
+        for n in rows
+    ]
     return trainer.validate(Logs(logged).double(), data, verbose=False)[0]
 
 
@@ -232,12 +259,20 @@ def test_names_that_ranks_log_in_another_order_are_refused():
     first = {"a": 1, "b": 100}
     both = [first, dict(reversed(first.items()))]
     with pytest.raises(hvkit.HvkitError, match="log the same names in the same order"):
-        validated(lambda: both[hvkit.rank() % 2])
+        validated(lambda: both[hvkit.rank() % 2], 9)
 
 
 @pytest.mark.parametrize("rows", [1, 4 * 5 + 1])
 def test_ranks_may_evaluate_other_numbers_of_batches(rows):
     assert validated(lambda: {"a": 2}, rows)["a_epoch"] == 2
+
+
+def test_evaluation_loaders_of_which_some_cannot_be_divided_are_refused():
+    for rows in [(9, 1), (1, 9)]:
+        with pytest.raises(ValueError, match="some evaluation loaders can be divided among ranks"):
+            validated(lambda: {"a": 2}, *rows)
+    validated(lambda: {"a": 2}, 9, 8)
+    validated(lambda: {"a": 2}, 1, 1)
 
 
 def test_another_strategy_in_a_later_fit_is_refused():
