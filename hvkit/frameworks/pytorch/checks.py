@@ -19,7 +19,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from operator import attrgetter, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +38,7 @@ from hvkit.frameworks.pytorch.fingerprints import (
     rows_of_gradients,
     unit_of,
 )
+from hvkit.frameworks.pytorch.gradients.gradient_lists import lists
 from hvkit.frameworks.pytorch.gradients.loss_counts import LossCounts
 from hvkit.frameworks.pytorch.learning_rate import rates_of, refuse_other_rates
 from hvkit.frameworks.pytorch.refusals import processes_of_torch_distributed, two_at_once
@@ -297,14 +297,11 @@ _Kinds = frozenset[Hashable]
 # Sets of kinds that a comparison follows at once. There are few; this bounds what odd scripts cost.
 _MOST_KINDS = 16
 
-_gradient = attrgetter("grad")
-_version: Callable[[object], int] = attrgetter("_version")
-
 
 class ChangedGradients:
     """The changes to the gradients of one model, whose parameters may grow."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         # Whether the script has changed gradients before they were averaged.
         self.early = False
         # Fingerprints of gradients that steps have used, by parameter, to be compared.
@@ -312,8 +309,7 @@ class ChangedGradients:
         self._parameters = parameters
         # Of all gradients, as the last pass or reduction has left them. Not the gradients: whoever
         # holds one keeps its bucket from being used again.
-        self._identities: list[int] = []
-        self._versions: list[int] = []
+        self._left: bytes = b""
         self._known: set[_Kinds] = set()
         self._changed = self._new = False
         self._steps_with_changes = 0
@@ -323,9 +319,7 @@ class ChangedGradients:
 
     def remember(self) -> None:
         """Take the gradients as they are now for unchanged."""
-        gradients = list(map(_gradient, self._parameters))
-        self._identities = list(map(id, gradients))
-        self._versions = _versions(gradients)
+        self._left = lists().versions(self._parameters)
 
     def changed(self) -> bool:
         """Whether the script has changed a gradient since; removing one is no change."""
@@ -366,27 +360,13 @@ class ChangedGradients:
 
     def _kinds(self) -> _Kinds:
         """How gradients have changed: numbers of operations in place, "removed" or "replaced"."""
-        gradients = list(map(_gradient, self._parameters))
-        identities, versions = list(map(id, gradients)), _versions(gradients)
-        if identities == self._identities:
-            if versions == self._versions:
-                return frozenset()
-            return frozenset(map(sub, versions, self._versions)) - {0}
-        then = zip(self._identities, self._versions, strict=True)
-        now = zip(gradients, identities, versions, strict=True)
-        kinds: set[Hashable] = set()
-        # Parameters that have come since are at the end, and have not been averaged yet.
-        for (was, old), (gradient, identity, new) in zip(then, now, strict=False):
-            if was != identity:
-                kinds.add("removed" if gradient is None else "replaced")
-            elif old != new:
-                kinds.add(new - old)
+        found = lists().versions(self._parameters)
+        if found == self._left:
+            return frozenset()
+        then, now = (np.frombuffer(each, np.int64).reshape(-1, 2) for each in (self._left, found))
+        now = now[: len(then)]  # parameters that have come since are at the end, not averaged yet
+        same = then[:, 0] == now[:, 0]
+        kinds: set[Hashable] = {*(now - then)[same, 1].tolist()} - {0}
+        for i in np.flatnonzero(~same):
+            kinds.add("removed" if self._parameters[i].grad is None else "replaced")
         return frozenset(kinds)
-
-
-def _versions(gradients: Sequence[torch.Tensor | None]) -> list[int]:
-    try:
-        return list(map(_version, gradients))
-    # None has none, and nor have tensors that inference mode has made.
-    except (AttributeError, RuntimeError):
-        return [-1 if g is None or g.is_inference() else g._version for g in gradients]

@@ -183,7 +183,7 @@ def test_torch_distributed_beside_hvkit_is_refused(started, tmp_path):
     model, optimizer = (None, None) if started == "before the call" else distributed()
     with torch_distributed_of(hvkit.size(), tmp_path):
         if model is None:
-            assert raised_everywhere(distributed, text, "Accelerator", kind=ValueError)
+            assert raised_everywhere(distributed, text, "remove hvkit.distribute", kind=ValueError)
         else:
             data = local(regression(steps=1))
             assert raised_everywhere(lambda: train(model, optimizer, data), text)

@@ -19,12 +19,16 @@ def bucket_of(*lengths, **options):
 
 def reduced(bucket, *gradients):
     """Set the members' gradients, which nobody else holds then, and make them the bucket's."""
-    gradients = list(gradients)
-    for p in bucket._parameters:
-        p.grad = gradients.pop(0)
+    set_gradients(bucket, *gradients)
+    del gradients
     kept = bucket.kept()
-    bucket.pack(bucket.gradients())
+    bucket.pack()
     bucket.give(None, kept)
+
+
+def set_gradients(bucket, *gradients):
+    for p, gradient in zip(bucket._parameters, gradients, strict=True):
+        p.grad = gradient
 
 
 def means(bucket):
@@ -35,13 +39,15 @@ def test_gradients_lie_in_their_bucket_one_after_the_other_last_first():
     members = numbered(torch.zeros(2, 3), torch.zeros(4))
     (bucket,), report, statistics = make_buckets("b", "last", members, report=2, statistics=1)
     assert bucket.indices == [1, 0]
-    bucket.pack([torch.arange(4.0), torch.ones(2, 3)])
+    set_gradients(bucket, torch.arange(4.0), torch.ones(2, 3))
+    bucket.pack()
     report.values.fill_(7)
     statistics.values.fill_(8)
     assert bucket.complete
     assert bucket.flat.tolist() == [0, 1, 2, 3, 1, 1, 1, 1, 1, 1, 7, 7, 8]
     # A gradient that is missing counts as zero.
-    bucket.pack([None, torch.ones(2, 3)])
+    set_gradients(bucket, None, torch.ones(2, 3))
+    bucket.pack()
     assert bucket.flat[:10].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
     assert not bucket.complete
 
@@ -87,7 +93,7 @@ def test_gradients_that_are_not_reset_go_on_beside_the_bucket():
     (p,) = bucket._parameters
     for total in (2, 3, 4):
         p.grad += 1
-        bucket.pack(bucket.gradients())
+        bucket.pack()
         p.grad += 100  # too late for this reduction, which must not see half of it
         assert bucket.flat.tolist() == [total, total]
         bucket.give(None, set())
@@ -134,7 +140,8 @@ def test_names_differ_and_only_the_last_bucket_has_the_extra_numbers():
 def test_large_gradients_are_scaled_while_they_are_copied():
     for length, expected in (1 << 18, [0.5, 1]), (4, [1, 2]):
         bucket = bucket_of(length, 2)
-        bucket.pack([torch.full_like(p, i + 1.0) for i, p in enumerate(bucket._parameters)], 0.5)
+        set_gradients(bucket, torch.full((length,), 1.0), torch.full((2,), 2.0))
+        bucket.pack(0.5)
         assert [bucket.flat[0].item(), bucket.flat[-1].item()] == expected
 
 

@@ -35,17 +35,17 @@ from torch.utils.hooks import RemovableHandle
 
 from hvkit.frameworks.pytorch.gradients import loss_counts
 from hvkit.frameworks.pytorch.gradients.bucket_layout import Layout
-from hvkit.frameworks.pytorch.gradients.buckets import Bucket, are_dense
+from hvkit.frameworks.pytorch.gradients.buckets import Bucket
+from hvkit.frameworks.pytorch.gradients.gradient_lists import lists, running_pass
 from hvkit.frameworks.pytorch.gradients.reduction import Reduction
 from hvkit.frameworks.pytorch.step_hooks import Feature, Order, UpdateHooks
 from hvkit.watch.calls import of_run
 from hvkit.watch.spans import DATA, REDUCTION, Span, mark, observe, observers
 
-running_pass: Callable[[], int] = torch._C._current_graph_task_id
-"""Autograd's id of the pass that this thread is in; -1 outside of any."""
-
 # Gradients that a bucket misses while passes accumulate: no pass has as many.
 _NEVER = 1 << 60
+# As an id of a pass.
+_NONE = -2
 
 
 class GradientHooks:
@@ -60,7 +60,8 @@ class GradientHooks:
     ) -> None:
         # Autograd's ids of the pass that is running, and of the script's own, in which it may be
         # nested.
-        self.running: int | None = None
+        self._running = lists().number()
+        self._running.value = _NONE
         self.outermost: int | None = None
         self._reduction = reduction
         self._begin_pass = begin_pass
@@ -72,6 +73,7 @@ class GradientHooks:
         self._hooked: dict[int, Bucket | None] = {}
         # The bucket to send with the next gradient, when all hooks of its last have run.
         self._full: Bucket | None = None
+        self._is_any_full = lists().number()
 
     def add(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Count the gradients of a parameter."""
@@ -104,7 +106,7 @@ class GradientHooks:
             outermost = outermost_pass(pass_id)
             # Another thread was here first, or a nested pass begins or ends.
             if outermost == self.outermost:
-                self.running = pass_id
+                self._running.value = pass_id
                 return
             if pass_id == outermost:
                 engine = torch.autograd.Variable._execution_engine
@@ -112,22 +114,27 @@ class GradientHooks:
             reduces = self._begin_pass()
             layout = self._reduction.layouts.current
             self.follow(layout)
-            self._full = None
+            self._hold(None)
             # Drop gradients of a pass that failed.
             for bucket in layout.buckets:
                 if bucket.handle is None:
                     bucket.reset()
                     if not reduces:
-                        bucket.left = _NEVER
+                        bucket.left.value = _NEVER
                 else:
                     self._reduction.outdated.add(bucket)
             self.outermost = outermost
-            self.running = pass_id  # last: other threads go on when they see it
+            self._running.value = pass_id  # last: other threads go on when they see it
 
     def end(self) -> None:
         """The pass is over; what is not sent yet is the caller's."""
-        self.running = self.outermost = None
-        self._full = None
+        self._running.value, self.outermost = _NONE, None
+        self._hold(None)
+
+    def _hold(self, bucket: Bucket | None) -> None:
+        """Send this bucket with the next gradient."""
+        self._full = bucket
+        self._is_any_full.value = bucket is not None
 
     def _hook(self, bucket: Bucket | None) -> Callable[[torch.Tensor], None]:
         """The hook of all parameters in a bucket, called when a gradient is final.
@@ -139,24 +146,25 @@ class GradientHooks:
         of_model = weakref.ref(self)
         of_hook: Callable[[], Bucket | None] = weakref.ref(bucket) if bucket else lambda: None
 
-        def hook(parameter: torch.Tensor) -> None:
+        def otherwise(parameter: torch.Tensor) -> None:
             hooks = of_model()
             if hooks is None:  # the model is gone, the script has kept the parameter
                 return
             bucket = of_hook()
             pass_id = running_pass()
-            if pass_id != hooks.running:
+            if pass_id != hooks._running.value:
                 hooks._begin(pass_id)
                 layout = hooks._reduction.layouts.current
                 bucket = layout.bucket_of.get(hooks._reduction.checks.index_of[parameter])
             elif hooks._full is not None:
                 hooks._send_full()
             if bucket is not None:
-                bucket.left -= 1
-                if bucket.left <= 0:
+                bucket.left.value -= 1
+                if bucket.left.value <= 0:
                     hooks._is_full(bucket)
 
-        return hook
+        left = bucket.left if bucket else lists().number()
+        return lists().hook(self._running, self._is_any_full, left, otherwise)
 
     def _is_full(self, bucket: Bucket) -> None:
         """Send a bucket that has all gradients soon, or note that it was sent too early."""
@@ -165,17 +173,17 @@ class GradientHooks:
             if bucket.handle is not None:
                 self._reduction.outdated.add(bucket)
             elif bucket in self._reduction.layouts.current.buckets[:-1]:
-                self._full = bucket
+                self._hold(bucket)
 
     def _send_full(self) -> None:
         with self._reduction.lock:
-            bucket, self._full = self._full, None
+            bucket = self._full
+            self._hold(None)
             if bucket is None or bucket.handle is not None:
                 return
-            gradients = bucket.gradients()
             # One that is there twice makes a bucket look full.
-            if are_dense(gradients):
-                self._reduction.send(bucket, gradients)
+            if bucket.is_dense():
+                self._reduction.send(bucket)
 
 
 class _LastBatch:

@@ -9,16 +9,17 @@ import itertools
 import zlib
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hvkit.communication.exchanges import RunningExchanges, chunks
 from hvkit.frameworks.pytorch.gradients.buckets import NO_PARAMETER, Bucket, Extra
+from hvkit.frameworks.pytorch.gradients.gradient_lists import lists
 from hvkit.frameworks.pytorch.wire import Wire, wire_dtype
 from hvkit.sync.compression_state import CompressionState
 
-Properties = tuple[list[torch.dtype], list[int], list[bool], list[bool], Set[int]]
+Properties = tuple[Any, Set[int]]
 """The parameter properties that determine the layout: see ``Layouts.arrange``."""
 
 
@@ -63,7 +64,7 @@ class CompressedBucket(Bucket):
         self._running: RunningExchanges[torch.Tensor]
 
     def launch(self, wire: Wire) -> None:
-        self.left = 0
+        self.left.value = 0
         flow = self._state.reduce(self.indices, self._shapes, self.flat)
         self._running = RunningExchanges(wire.start, flow, self.name)
         self.handle = self._running.waiting
@@ -132,14 +133,8 @@ class Layouts:
 
         It is the same object for parameters that are the same in everything that decides it.
         """
-        parameters = self._parameters
-        properties = (
-            [p.dtype for p in parameters],
-            list(map(torch.Tensor.get_device, parameters)),  # an index takes half of the time
-            list(map(torch.Tensor.is_contiguous, parameters)),
-            [p.requires_grad for p in parameters],
-            self.sparse,
-        )
+        parameters: Any = self._parameters
+        properties = lists().properties(parameters), self.sparse
         if self._current:
             in_flight = any(bucket.handle is not None for bucket in self._current.buckets)
             if properties == self._current.properties or in_flight:

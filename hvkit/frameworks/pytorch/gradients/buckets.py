@@ -18,10 +18,9 @@ of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from operator import attrgetter, gt
+from collections.abc import Mapping, Sequence, Set
+from operator import gt
 from sys import getrefcount
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ import torch
 from hvkit.compression import Compression, for_rows
 from hvkit.compression.compression import Shape
 from hvkit.frameworks.pytorch import ops
+from hvkit.frameworks.pytorch.gradients.gradient_lists import lists
 from hvkit.frameworks.pytorch.wire import Wire, real_shape, wire_dtype
 
 # Bytes of gradients that are worth a call each, which copies and scales in one pass.
@@ -62,7 +62,7 @@ class _Memory:
         self.given = [view.data for view in self.views]
         self.extra = pieces[-1]
         del pieces  # they are not to count
-        self._addresses = list(map(_data_ptr, self.given))
+        self._addresses = list(map(torch.Tensor.data_ptr, self.given))
         self._tensors = _tensors_with_memory_of(self.flat)
         self._references = getrefcount(self.given[0])
 
@@ -82,20 +82,12 @@ class _Memory:
         Nor may it have set the ``data`` of one, as ``model.double()`` does, or have computed with
         one.
         """
-        return (
-            max(map(getrefcount, self.given)) <= self._references
-            and list(map(_data_ptr, self.given)) == self._addresses
-            and not any(map(_requires_grad, self.given))
-            and not self.shared
-        )
+        unused = lists().unused(self.given, self._addresses, self._references)
+        return unused and not self.shared
 
     def referenced_elsewhere(self, at: int) -> bool:
         """Whether the script, too, refers to the tensor that is a parameter's gradient."""
         return getrefcount(self.given[at]) > self._references + 1 or self.shared
-
-
-_data_ptr = torch.Tensor.data_ptr
-_requires_grad, _is_sparse = attrgetter("requires_grad"), attrgetter("is_sparse")
 
 
 class Bucket:
@@ -111,7 +103,8 @@ class Bucket:
         self.indices = [i for i, _ in members]
         # How many gradients are still to come in this pass. At zero the bucket goes out; one that
         # comes later, and so changes a gradient again, makes it negative.
-        self.left = len(members)
+        self.left = lists().number()
+        self.left.value = len(members)
         self.complete = False  # whether the gradients that it was packed with were there, and dense
         self.handle: Any = None  # of the collective that is running
         self._parameters = [p for _, p in members]
@@ -160,14 +153,15 @@ class Bucket:
         """Indices of the members whose numbers lie in the bucket in that order."""
         return {self.indices[at] for at in self._strides}
 
-    def gradients(self) -> list[torch.Tensor | None]:
-        return [p.grad for p in self._parameters]
+    def is_dense(self) -> bool:
+        """Whether all gradients are there, and none is sparse."""
+        return lists().dense(self._parameters)
 
     def kept(self) -> set[int]:
         """Indices of the members to whose gradients the script refers, too."""
-        if set(map(type, self.gradients())) == {NoneType}:  # as zero_grad() leaves them
-            return set()
-        return {i for at, i in enumerate(self.indices) if self._is_referenced(at)}
+        # As zero_grad() leaves them, but for the first gradient of the pass.
+        present = lists().present(self._parameters)
+        return {self.indices[at] for at in present if self._is_referenced(at)}
 
     def _is_referenced(self, at: int) -> bool:
         """Whether anything but a parameter refers to its gradient, or to the gradient's memory."""
@@ -179,7 +173,7 @@ class Bucket:
         return any(map(gt, _references_to_gradient(p), _UNREFERENCED))
 
     @torch.no_grad()
-    def pack(self, gradients: Sequence[torch.Tensor | None], prescale: float | None = None) -> None:
+    def pack(self, prescale: float | None = None) -> None:
         """Copy the members' gradients in; one that is missing or sparse counts as zero.
 
         ``prescale`` makes the sum over ranks the mean; None if gradients must not be scaled before.
@@ -192,28 +186,29 @@ class Bucket:
                 spare = _Memory(self._lengths, self._shapes, self._strides, self.flat)
             self._memory = spare
         views: list[torch.Tensor] = self._memory.views
-        self.complete = are_dense(gradients)
+        self._factor = prescale if self._large else None
+        if self._factor is None and not self._complex and lists().pack(self._parameters, views):
+            self.complete = True
+            return
+        self.complete = self.is_dense()
         if not self.complete:
             torch._foreach_zero_(views)
-            pairs = zip(views, gradients, strict=True)
-            there = [(v, g) for v, g in pairs if g is not None and not g.is_sparse]
-            views, gradients = [v for v, _ in there], [g for _, g in there]
-        dense: list[torch.Tensor] = gradients  # type: ignore[assignment]
+        pairs = zip(views, (p.grad for p in self._parameters), strict=True)
+        there = [(v, g) for v, g in pairs if g is not None and not g.is_sparse]
         if self._complex:
-            dense = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
-        self._factor = prescale if self._large else None
+            real = torch.view_as_real
+            there = [(v, real(g.resolve_conj()) if g.is_complex() else g) for v, g in there]
         if self._factor is not None:
-            for view, gradient in zip(views, dense, strict=True):
+            for view, gradient in there:
                 torch.mul(gradient, self._factor, out=view)
-        elif dense:
-            torch._foreach_copy_(views, dense)
+        elif there:
+            torch._foreach_copy_([v for v, _ in there], [g for _, g in there])
 
     def give(self, wanted: Set[int] | None, kept: Set[int]) -> None:
         """Make the means the wanted members' gradients; None for all. Kept ones stay the same."""
         given = self._memory.given
         if wanted is None and not kept and not self._apart:
-            for p, mean in zip(self._parameters, given, strict=True):
-                p.grad = mean
+            lists().give(self._parameters, given)
             return
         members = zip(self.indices, self._parameters, given, self._memory.views, strict=True)
         for i, p, whole, view in members:
@@ -230,7 +225,7 @@ class Bucket:
 
     def launch(self, wire: Wire) -> None:
         """Start averaging over ranks; returns at once."""
-        self.left = 0
+        self.left.value = 0
         if self._factor is not None:
             self.extra.mul_(self._factor)
             self.handle = wire.start_sum(self.flat, self.name)
@@ -247,7 +242,7 @@ class Bucket:
         self.handle = None
 
     def reset(self) -> None:
-        self.left = len(self.indices)
+        self.left.value = len(self.indices)
 
 
 class Extra(NamedTuple):
@@ -260,11 +255,6 @@ class Extra(NamedTuple):
     def values(self) -> torch.Tensor:
         """A view of them; take it each time, since the bucket may get new memory."""
         return self.bucket.extra[self.part]
-
-
-def are_dense(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Whether all are there, and none is sparse."""
-    return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
 
 
 def _tensors_with_memory_of(tensor: torch.Tensor) -> int:

@@ -160,9 +160,9 @@ class Reduction:
         self._kept |= self.layouts.gradients_to_keep()
         return layout
 
-    def send(self, bucket: Bucket, gradients: list[torch.Tensor | None]) -> None:
+    def send(self, bucket: Bucket) -> None:
         """Complete a bucket from the gradients of its members, and launch it."""
-        bucket.pack(gradients, self._wire.prescale)
+        bucket.pack(self._wire.prescale)
         if bucket.views and (weight := self.rank_weight()) != 1:
             torch._foreach_mul_(bucket.views, weight)
         if self.nonfinite:
@@ -189,7 +189,7 @@ class Reduction:
             self._drop()  # buckets of a reduction that failed, of another model perhaps
         for bucket in buckets:
             if bucket.handle is None:
-                self.send(bucket, bucket.gradients())
+                self.send(bucket)
         if self.checks.due:
             self.checks.send()
 
@@ -207,7 +207,7 @@ class Reduction:
         again = {id(layout.bucket_of[i]): layout.bucket_of[i] for i in report.outdated}
         for bucket in again.values():
             bucket.reset()
-            self.send(bucket, bucket.gradients())
+            self.send(bucket)
             bucket.exchange(self._wire)
             bucket.wait(self._wire)
         self._write(report)

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass, running_pass
+from hvkit.frameworks.pytorch.gradients.backward_passes import outermost_pass
+from hvkit.frameworks.pytorch.gradients.gradient_lists import running_pass
 from hvkit.main_rank import warn_once
 from hvkit.watch.calls import call_within
 
