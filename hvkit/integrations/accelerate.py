@@ -107,6 +107,7 @@ class OfAccelerator:
         self.ranks = BatchRanks(options.get("mesh"))
         self._settled = False
         self.trained: tuple[Any, ...] = ()  # the models and optimizers that hvkit has got
+        self.counts_tokens = False  # whether the last loss is divided by all ranks' tokens
         self.trains = False  # whether the next loader to prepare is for training
         self.data_ranks: tuple[int, int] | None = None  # between how many a loader is divided now
 

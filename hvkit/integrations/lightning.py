@@ -344,7 +344,8 @@ def _several() -> bool:
 
 
 def _refuse_group(call: str, group: Any) -> None:
-    if group is not None and type(group).__name__ != "object":
+    every = group is None or group is torch.distributed.group.WORLD
+    if not every and type(group).__name__ != "object":
         raise ValueError(f"{call} works among all ranks, got the group {group!r}: leave it out")
 
 

@@ -7,7 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+import hvkit
 from hvkit.data.pytorch_loader import ShardedLoader
+from hvkit.random_states import begins_an_epoch, from_text, set_global_states
 
 # The optimizers and the options of a module's first fit.
 first_fits: WeakKeyDictionary[torch.nn.Module, tuple[list[Any], Any]] = WeakKeyDictionary()
@@ -61,6 +63,8 @@ def load_position(loader: ShardedLoader, state: dict[str, Any]) -> None:
     Lightning leaves an epoch's iterator after that batch, at which the sampler may draw no more.
     """
     ShardedLoader.load_state_dict(loader, state)
+    if hvkit.is_main() and begins_an_epoch(random := state.get("random", {})):
+        set_global_states(from_text(random))  # from which rank 0 draws the order of later epochs
     if loader.load_before_last_step():
         next(iter(loader))
 

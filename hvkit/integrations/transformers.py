@@ -59,12 +59,15 @@ class TrainerOnRanks(Mixin):  # type: ignore[misc]
         with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
             return super().evaluation_loop(*args, **kwargs)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        # TRL's trainers do not pass it on in evaluation.
+        self.accelerator._hvkit.counts_tokens = kwargs.get("num_items_in_batch") is not None
+        return super().compute_loss(*args, **kwargs)
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = len(inputs.get("labels", ()))
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
-        counted = self.args.average_tokens_across_devices and (
-            self.model_accepts_loss_kwargs or self.compute_loss_func
-        )
+        counted = self.args.average_tokens_across_devices and self.accelerator._hvkit.counts_tokens
         whole = getattr(self.accelerator.gradient_state.active_dataloader, "is_whole", False)
         if loss is not None and counted and rows and not whole:
             # It is a part of the mean over all ranks' tokens, and will count as often as the rank

@@ -45,7 +45,7 @@ trainer = L.Trainer(
     max_epochs=4, accelerator="cpu", strategy=HvkitStrategy(strategy=strategy),
     callbacks=[saves, steps], logger=False, enable_progress_bar=False, enable_model_summary=False,
 )
-loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+loader = DataLoader(data, 8, shuffle=True)
 trainer.fit(
     Classifier(), loader,
     ckpt_path="last" if (folder / "last.ckpt").exists() else None,

@@ -155,6 +155,9 @@ def test_fabric_trains_the_weights_of_one_process(options):
         accelerator="cpu", strategy=HvkitFabricStrategy(**options) if options else "hvkit"
     )
     fabric.launch()
+    numbers = fabric.all_gather(torch.tensor(float(hvkit.rank())))
+    assert numbers.tolist() == list(range(hvkit.size()))
+    assert fabric.all_reduce(numbers, reduce_op="sum").sum() == numbers.sum() * hvkit.size()
     weights = []
     for ranks in (1, hvkit.size()):
         torch.manual_seed(0)
