@@ -107,7 +107,6 @@ class OfAccelerator:
         self.ranks = BatchRanks(options.get("mesh"))
         self._settled = False
         self.trained: tuple[Any, ...] = ()  # the models and optimizers that hvkit has got
-        self.counts_tokens = False  # whether the last loss is divided by all ranks' tokens
         self.trains = False  # whether the next loader to prepare is for training
         self.data_ranks: tuple[int, int] | None = None  # between how many a loader is divided now
 
@@ -160,6 +159,11 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
         ranks = self._hvkit.data_ranks
         return ranks[1] if ranks else super().process_index
 
+    @property
+    def dispatch_batches(self) -> Any:
+        """Whether Accelerate lets rank 0 read a stream; a trainer's is divided already."""
+        return False if self._hvkit.waits else super().dispatch_batches
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare(*args, **kwargs)
         found = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -167,12 +171,19 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
         if optimizers and not self._hvkit.waits:
             models = [m for m in self._models if m not in self._hvkit.trained]
             self._hvkit.distribute(models, optimizers, self.gradient_accumulation_steps)
+        elif not self._hvkit.waits:  # perhaps they are only evaluated
+            for each in found:
+                if isinstance(each, torch.nn.Module) and each not in self._hvkit.trained:
+                    same_weights(each)
         return prepared
 
-    def prepare_model(self, model: Any, device_placement: Any = None, **_: Any) -> Any:
+    def prepare_model(
+        self, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+    ) -> Any:
         """Place and cast it, but without DistributedDataParallel, as for evaluation."""
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if not any(p.requires_grad for p in model.parameters()):
+        trains = any(p.requires_grad for p in model.parameters())
+        if model not in self._hvkit.trained and (evaluation_mode or not trains):
             same_weights(model)
         return prepared
 

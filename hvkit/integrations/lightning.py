@@ -175,7 +175,9 @@ class _ForTrainer(_Ranks):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        _use_all_ranks_states(self.lightning_module, self._ranks)
+        held = (each for callback in trainer.callbacks for each in vars(callback).values())
+        modules = [self.lightning_module, *(m for m in held if isinstance(m, torch.nn.Module))]
+        _use_all_ranks_states(modules, self._ranks)
         if not (trainer.training or self._trained):
             same_weights(self.lightning_module)
 
@@ -186,6 +188,12 @@ class _ForTrainer(_Ranks):
     def on_train_start(self) -> None:
         """Distribute the model: its weights and the optimizers' state are loaded now, if at all."""
         super().on_train_start()
+        names = [type(each).__name__ for each in self._trainer.callbacks]
+        if "StochasticWeightAveraging" in names and divides_weights(self._options):
+            raise ValueError(
+                "StochasticWeightAveraging keeps whole weights, and ranks hold parts of them here: "
+                "use EMAWeightAveraging, or a strategy that does not divide weights"
+            )
         options = accumulating(self._options, most_batches(self._trainer))
         if self._layer_sync is not None:
             options.setdefault("batch_norm", "sync")
@@ -241,7 +249,9 @@ class _ForTrainer(_Ranks):
         if self._names and not self._in_log:
             names, self._names = list(self._names), {}
             require_equal(
-                "what self.log got", names, "log the same names in the same order on every rank"
+                "list of names in self.log",
+                names,
+                "log the same names in the same order on every rank",
             )
         return self._reduced(tensor, group, reduce_op)
 
@@ -254,7 +264,8 @@ class _ForTrainer(_Ranks):
         A step's are over all ranks with ``sync_dist=True``, but in evaluation, where ranks may
         take different numbers of steps.
         """
-        self._names[str(args[0] if args else kwargs["name"])] = None
+        if not kwargs.get("rank_zero_only"):
+            self._names[str(args[0] if args else kwargs["name"])] = None
         self._in_log, self._in_step = True, not (sync_dist and self._trainer.training)
         try:
             type(model).log(model, *args, sync_dist=True, **kwargs)
@@ -269,15 +280,21 @@ class _ForTrainer(_Ranks):
 
     def on_validation_start(self) -> None:
         """Evaluate the weights that the ranks would agree on."""
+        global _evaluates_whole
+        _evaluates_whole = self._has_all_samples()
         self._evaluation.enter_context(settled(*self._trained[:1]))
 
     def on_validation_end(self) -> None:
+        global _evaluates_whole
+        _evaluates_whole = False
         self._evaluation.close()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, exception: BaseException) -> None:
+        global _evaluates_whole
+        _evaluates_whole = False
         self._evaluation.pop_all()
 
     def teardown(self) -> None:
@@ -331,16 +348,21 @@ class _ForFabric(_Ranks):
         return self._state(getattr(optimizer, "optimizer", optimizer))
 
 
-def _use_all_ranks_states(module: torch.nn.Module, ranks: BatchRanks) -> None:
+def _use_all_ranks_states(modules: list[torch.nn.Module], ranks: BatchRanks) -> None:
     """Let metrics of torchmetrics compute from the states of all ranks."""
     metrics = import_module("torchmetrics").Metric
-    for each in module.modules():
+    for each in (inner for module in modules for inner in module.modules()):
         if isinstance(each, metrics):
-            each.distributed_available_fn, each.dist_sync_fn = _several, ranks.gather_state
+            each.distributed_available_fn, each.dist_sync_fn = _have_parts, ranks.gather_state
 
 
-def _several() -> bool:
-    return hvkit.size() > 1
+# Whether each rank evaluates all samples now. Not of a strategy, which cannot be pickled along with
+# a module and its metrics.
+_evaluates_whole = False
+
+
+def _have_parts() -> bool:
+    return hvkit.size() > 1 and not _evaluates_whole
 
 
 def _refuse_group(call: str, group: Any) -> None:

@@ -103,14 +103,17 @@ def part_of(
     if 0 in lengths:
         return loader
     if exact and (equal or isinstance(options.get("strategy"), FullyShard)):
-        part = part if len(lengths) == 1 else loader
+        part = part if len(lengths) == 1 and None not in lengths else loader
     if exact and mesh is not None and (position := position_in(mesh)).mesh.shard > 1:
         part = part if sized_length(loader.dataset, 1) % position.batches == 0 else loader
     return part
 
 
 def sized_length(data: Any, default: int | None = None) -> Any:
-    return len(data) if hasattr(data, "__len__") else default
+    try:
+        return len(data)
+    except TypeError:  # a stream, or a loader of one
+        return default
 
 
 def accumulating(options: Mapping[str, Any], batches: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 import hvkit
 from hvkit.integrations import accelerate
 from hvkit.integrations.ranks import Mixin, check_use
@@ -33,7 +35,6 @@ def distribute(trainer: Any, options: Mapping[str, Any]) -> Any:
     if (mesh := options.get("mesh")) is not None and mesh.pipeline != 1:
         trainer.model_accepts_loss_kwargs = False  # a loss that micro-batches share is their mean
     trainer.__class__ = _class_on_ranks(trainer.__class__)
-    trainer.gather_function = trainer.accelerator.gather_for_metrics
     trainer.callback_handler.callbacks.insert(0, Begin())
     return trainer
 
@@ -59,20 +60,45 @@ class TrainerOnRanks(Mixin):  # type: ignore[misc]
         with hvkit.settled(*self.accelerator._hvkit.trained[:1]):
             return super().evaluation_loop(*args, **kwargs)
 
+    @property
+    def gather_function(self) -> Any:
+        """What gathers in evaluation; trainers set another one, which repeats samples."""
+        return self.accelerator.gather_for_metrics
+
+    @gather_function.setter
+    def gather_function(self, function: Any) -> None: ...
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """The tokens of all ranks for each rank, so that the mean of ranks is that of tokens.
+
+        Transformers instead multiplies losses by the number of ranks, also those of models that
+        divide by another number.
+        """
+        count = super()._get_num_items_in_batch(*args, **kwargs)
+        if count is None or not self.args.average_tokens_across_devices:
+            return count
+        return count / torch.tensor(hvkit.size(), dtype=torch.float64)
+
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL's trainers do not pass it on in evaluation.
-        self.accelerator._hvkit.counts_tokens = kwargs.get("num_items_in_batch") is not None
-        return super().compute_loss(*args, **kwargs)
+        with self.accelerator._hvkit.among(1, 0):  # by which Transformers multiplies it
+            return super().compute_loss(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = len(inputs.get("labels", ()))
-        loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
-        counted = self.args.average_tokens_across_devices and self.accelerator._hvkit.counts_tokens
+        """The loss is a rank's mean, weighted so that the mean over rows is that over tokens."""
+        labels, averages = inputs.get("labels"), self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            count = super()._get_num_items_in_batch([inputs], self.args.device)
+            loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = averages
         whole = getattr(self.accelerator.gradient_state.active_dataloader, "is_whole", False)
-        if loss is not None and counted and rows and not whole:
-            # It is a part of the mean over all ranks' tokens, and will count as often as the rank
-            # has samples.
-            loss = loss * (hvkit.allreduce(rows) / rows)
+        if loss is not None and isinstance(labels, torch.Tensor) and not whole:
+            add_up = functools.partial(self.accelerator._hvkit.ranks.reduce, op="sum")
+            count = int(labels.ne(-100).sum() if count is None else count)
+            tokens, rows = add_up(count), add_up(len(labels))
+            if tokens and len(labels):
+                loss = loss * (count / tokens * rows / len(labels)) if count else loss * 0
         return loss, *rest
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
