@@ -25,11 +25,13 @@ from hvkit.integrations.ranks import (
     Mixin,
     accumulating,
     check_use,
+    copied,
     divides_weights,
     part_of,
     same_weights,
     sized_length,
 )
+from hvkit.strategies.strategy import Rounds
 
 # Accelerate reads these, and sets some of them. A number of threads is not to be chosen.
 _VARIABLES = (
@@ -231,6 +233,14 @@ class AcceleratorOnRanks(Mixin):  # type: ignore[misc]
             )
         with last_batch() if self.sync_gradients else nullcontext():
             super().backward(loss, **kwargs)
+
+    def get_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Between rounds, and then a collective, of the weights that the ranks would agree on."""
+        strategy = self._hvkit.options.get("strategy")
+        if not isinstance(strategy, Rounds | hvkit.ParameterServer):
+            return super().get_state_dict(*args, **kwargs)
+        with self._hvkit.settled():
+            return copied(super().get_state_dict(*args, **kwargs))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         options = self._hvkit.options

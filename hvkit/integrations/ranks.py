@@ -136,15 +136,15 @@ def whole_state(thing: Any, trained: Sequence[Any]) -> dict[str, Any]:
     if hvkit.size() == 1 or not trained:
         return thing.state_dict()  # type: ignore[no-any-return]
     with hvkit.settled(*trained):
-        return _copied(thing.state_dict()) if hvkit.is_main() else {}
+        return copied(thing.state_dict()) if hvkit.is_main() else {}
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
     if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
+        return {key: copied(value) for key, value in state.items()}
+    return [copied(value) for value in state] if isinstance(state, list) else state
 
 
 def same_weights(module: torch.nn.Module) -> None:

@@ -74,3 +74,24 @@ def test_a_state_that_does_not_know_the_ranks_is_refused(monkeypatch):
     monkeypatch.setattr(type(accelerator), "num_processes", 1)
     with pytest.raises(ValueError, match="import hvkit before the first Accelerator"):
         hvkit.distribute(accelerator)
+
+
+def test_a_model_that_is_only_evaluated_has_the_weights_of_rank_0():
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(hvkit.rank() + 1)
+    model = hvkit.distribute(Accelerator(cpu=True)).prepare(model)
+    assert (model.weight == 1).all()
+
+
+def test_between_rounds_the_mean_of_the_ranks_is_saved():
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    accelerator = hvkit.distribute(Accelerator(cpu=True), strategy=hvkit.LocalSGD(every=1000))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    first = model.weight.detach().clone()
+    accelerator.backward(model(torch.full((1, 1), float(hvkit.rank()))).sum())
+    optimizer.step()
+    mean = sum(range(hvkit.size())) / hvkit.size()
+    assert torch.allclose(accelerator.get_state_dict(model)["weight"], first - mean)
+    assert torch.allclose(model.weight, first - hvkit.rank())

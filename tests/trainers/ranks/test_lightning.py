@@ -8,6 +8,7 @@ import lightning_cases
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_cases import BATCH, CASES, loaders, train
 
@@ -297,3 +298,35 @@ def test_fabric_is_not_set_up_in_parts():
     fabric.setup_module(model)
     with pytest.raises(ValueError, match=r"call fabric\.setup\(model, optimizer\)"):
         fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_samples_that_every_rank_evaluates_count_once_in_metrics():
+    class Counted(lightning_cases.Classifier):
+        def __init__(self):
+            super().__init__("plain")
+            self.seen = torchmetrics.SumMetric()
+
+        def validation_step(self, batch, _):
+            self.seen(float(len(batch[0])))
+            self.log("seen", self.seen)
+            if self.trainer.is_global_zero:
+                self.log("of rank 0", 1.0, rank_zero_only=True)
+
+    class Outside(L.Callback):
+        def __init__(self):
+            self.seen = torchmetrics.SumMetric()
+
+        def on_validation_batch_end(self, trainer, module, outputs, batch, *_):
+            self.seen(float(len(batch[0])))
+
+        def on_validation_epoch_end(self, trainer, module):
+            module.log("outside", self.seen.compute())
+
+    for rows in (1, 8 * hvkit.size() + 1):
+        trainer = L.Trainer(
+            accelerator="cpu", strategy="hvkit", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, callbacks=[Outside()],
+        )  # fmt: skip
+        data = torch.utils.data.TensorDataset(torch.randn(rows, 8), torch.zeros(rows).long())
+        (found,) = trainer.validate(Counted(), torch.utils.data.DataLoader(data, 2), verbose=False)
+        assert (found["seen"], found["outside"]) == (rows, rows)

@@ -1,10 +1,18 @@
 """Transformers' Trainer on ranks trains, evaluates and saves as in one process."""
 
+import copy
+
 import pytest
 import torch
 import transformers_cases
-from transformers import AutoModelForCausalLM
-from transformers_cases import CASES, train
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+from transformers_cases import BATCH, CASES, WORDS, train
 
 import hvkit
 from hvkit.integrations.ranks import whole_state
@@ -95,3 +103,68 @@ def test_a_trainer_is_distributed_once(folder):
 
     with pytest.raises(ValueError, match=r"passed to hvkit\.distribute before"):
         train("plain", twice, hvkit.size(), folder / "twice")
+
+
+def test_a_model_that_ignores_the_number_of_tokens_takes_the_step_of_one_process(folder):
+    """Its loss is a mean over rows: Transformers multiplies it by the number of processes."""
+    torch.set_default_dtype(torch.float32)
+    config = BertConfig(
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    generator = torch.manual_seed(2)
+    model, rows = BertForSequenceClassification(config), BATCH * hvkit.size()
+    words = torch.randint(0, WORDS, (rows, 6), generator=generator)
+    data = [{"input_ids": row, "labels": i % 2} for i, row in enumerate(words)]
+    whole = copy.deepcopy(model)
+    loss = whole(input_ids=words, labels=torch.arange(rows) % 2).loss
+    loss.backward()
+    torch.optim.SGD(whole.parameters(), 0.5).step()
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, per_device_train_batch_size=BATCH, optim="sgd", report_to=[],
+        learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0, use_cpu=True,
+        save_strategy="no", disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = hvkit.distribute(Trainer(model, arguments, train_dataset=data))
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p, expected, rtol=0, atol=1e-6)
+
+
+def test_all_of_a_stream_is_seen_once(folder):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            words = torch.arange(BATCH * hvkit.size() * 3)[:, None].expand(-1, 6) % WORDS
+            return iter([{"input_ids": row, "labels": row} for row in words])
+
+    seen = []
+
+    def noted(rows):
+        seen.extend(int(row["labels"][0]) for row in rows)
+        return transformers_cases.padded(rows)
+
+    arguments = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=BATCH, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        transformers_cases.model_of("plain"), arguments, train_dataset=Stream(), data_collator=noted
+    )
+    hvkit.distribute(trainer).train()
+    every = sorted(each for rank in hvkit.allgather(seen) for each in rank)
+    assert every == list(range(BATCH * hvkit.size() * 3))
+
+
+def test_ranks_evaluate_the_weights_of_rank_0_before_they_train(folder):
+    model = transformers_cases.model_of("plain")
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(1 + hvkit.rank())
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = transformers_cases.samples("plain", hvkit.size())[1]
+    trainer = hvkit.distribute(
+        Trainer(model, arguments, eval_dataset=rows, data_collator=transformers_cases.padded)
+    )
+    trainer.evaluate()
+    weights = hvkit.allgather(model.transformer.wte.weight.detach())
+    assert all(torch.equal(each, weights[0]) for each in weights)
