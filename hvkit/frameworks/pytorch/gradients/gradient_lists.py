@@ -1,6 +1,8 @@
 """What a step does with every gradient of a model, as loops over lists.
 
-hvkit's build of Horovod brings these functions compiled (``29-loops-over-gradients.patch``), which take a fraction of the time. Another build has those below, with the same results. ``lists`` returns one or the other.
+hvkit's build of Horovod brings these functions compiled (``29-loops-over-gradients.patch``), which
+take a fraction of the time. Another build has those below, with the same results. ``lists`` returns
+one or the other.
 """
 
 from __future__ import annotations
