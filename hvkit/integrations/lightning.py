@@ -280,21 +280,21 @@ class _ForTrainer(_Ranks):
 
     def on_validation_start(self) -> None:
         """Evaluate the weights that the ranks would agree on."""
-        global _evaluates_whole
-        _evaluates_whole = self._has_all_samples()
+        global _each_has_all
+        _each_has_all = self._has_all_samples()
         self._evaluation.enter_context(settled(*self._trained[:1]))
 
     def on_validation_end(self) -> None:
-        global _evaluates_whole
-        _evaluates_whole = False
+        global _each_has_all
+        _each_has_all = False
         self._evaluation.close()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, exception: BaseException) -> None:
-        global _evaluates_whole
-        _evaluates_whole = False
+        global _each_has_all
+        _each_has_all = False
         self._evaluation.pop_all()
 
     def teardown(self) -> None:
@@ -358,11 +358,11 @@ def _use_all_ranks_states(modules: list[torch.nn.Module], ranks: BatchRanks) -> 
 
 # Whether each rank evaluates all samples now. Not of a strategy, which cannot be pickled along with
 # a module and its metrics.
-_evaluates_whole = False
+_each_has_all = False
 
 
 def _have_parts() -> bool:
-    return hvkit.size() > 1 and not _evaluates_whole
+    return hvkit.size() > 1 and not _each_has_all
 
 
 def _refuse_group(call: str, group: Any) -> None:

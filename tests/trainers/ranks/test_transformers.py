@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainingArguments,
 )
@@ -168,3 +170,18 @@ def test_ranks_evaluate_the_weights_of_rank_0_before_they_train(folder):
     trainer.evaluate()
     weights = hvkit.allgather(model.transformer.wte.weight.detach())
     assert all(torch.equal(each, weights[0]) for each in weights)
+
+
+def test_predictions_of_a_seq2seq_trainer_are_in_the_order_of_the_data(folder):
+    """It gathers in a way of its own."""
+    arguments = Seq2SeqTrainingArguments(
+        str(folder), per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = hvkit.distribute(
+        Seq2SeqTrainer(
+            transformers_cases.model_of("plain"), arguments, data_collator=transformers_cases.padded
+        )
+    )
+    rows = transformers_cases.samples("plain", hvkit.size())[1]
+    labels = trainer.predict(rows).label_ids
+    assert labels.tolist() == [row["labels"].tolist() for row in rows]

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from hvkit.frameworks.pytorch.gradients import gradient_lists
-from hvkit.frameworks.pytorch.gradients.gradient_lists import InPython, running_pass
+from hvkit.frameworks.pytorch.gradients.gradient_lists import Lists, running_pass
 
 # Of hvkit's own build of Horovod.
 COMPILED = gradient_lists.lists()
 
 
-@pytest.fixture(params=[COMPILED, InPython()], ids=["compiled", "in Python"])
+@pytest.fixture(params=[COMPILED, Lists()], ids=["compiled", "in Python"])
 def lists(request):
     return request.param
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from sys import getrefcount
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,17 +24,19 @@ _gradient, _version = attrgetter("grad"), attrgetter("_version")
 _requires_grad, _is_sparse = attrgetter("requires_grad"), attrgetter("is_sparse")
 
 
-class Number(Protocol):
+class Number:
     """An integer, 0 at first, that compiled code changes, too."""
 
-    value: int
+    def __init__(self) -> None:
+        self.value = 0
 
 
-class Lists(Protocol):
+class Lists:
     """The functions, for lists of tensors as long as each other."""
 
     def number(self) -> Number:
         """A new number."""
+        return Number()
 
     def hook(
         self,
@@ -49,55 +51,6 @@ class Lists(Protocol):
         for the last gradient that is left.
         """
 
-    def present(self, parameters: list[Any]) -> list[int]:
-        """Where gradients are not None."""
-
-    def dense(self, parameters: list[Any]) -> bool:
-        """Whether all gradients are there, and none is sparse."""
-
-    def pack(self, parameters: list[Any], views: list[Any]) -> bool:
-        """Copy the gradients into views of their shapes if they are dense; return whether."""
-
-    def give(self, parameters: list[Any], means: list[Any]) -> None:
-        """Make means the parameters' gradients."""
-
-    def unused(self, means: list[Any], addresses: list[int], references: int) -> bool:
-        """Whether each mean has only so many references, needs no gradient, and has not moved."""
-
-    def versions(self, parameters: list[Any]) -> bytes:
-        """For each gradient, as int64, which object it is, and how often it changed; -1 if None."""
-
-    def properties(self, parameters: list[Any]) -> Any:
-        """The dtype, the device, whether it is contiguous and trained, of each; to be compared."""
-
-
-@functools.cache
-def lists() -> Lists:
-    """The compiled functions, or those of this module."""
-    from horovod.torch import mpi_lib_v2
-
-    found: Lists = getattr(mpi_lib_v2, "hvkit", None) or InPython()
-    return found
-
-
-class _Number:
-    def __init__(self) -> None:
-        self.value = 0
-
-
-class InPython:
-    """The functions of ``Lists``."""
-
-    def number(self) -> Number:
-        return _Number()
-
-    def hook(
-        self,
-        running: Number,
-        full: Number,
-        left: Number,
-        otherwise: Callable[[torch.Tensor], None],
-    ) -> Callable[[torch.Tensor], None]:
         def count(parameter: torch.Tensor) -> None:
             if running_pass() == running.value and not full.value and left.value > 1:
                 left.value -= 1
@@ -107,12 +60,15 @@ class InPython:
         return count
 
     def present(self, parameters: list[Any]) -> list[int]:
+        """Where gradients are not None."""
         return [i for i, p in enumerate(parameters) if p.grad is not None]
 
     def dense(self, parameters: list[Any]) -> bool:
+        """Whether all gradients are there, and none is sparse."""
         return _are_dense(list(map(_gradient, parameters)))
 
     def pack(self, parameters: list[Any], views: list[Any]) -> bool:
+        """Copy the gradients into views of their shapes if they are dense; return whether."""
         gradients = list(map(_gradient, parameters))
         if not _are_dense(gradients):
             return False
@@ -121,10 +77,12 @@ class InPython:
         return True
 
     def give(self, parameters: list[Any], means: list[Any]) -> None:
+        """Make means the parameters' gradients."""
         for p, mean in zip(parameters, means, strict=True):
             p.grad = mean
 
     def unused(self, means: list[Any], addresses: list[int], references: int) -> bool:
+        """Whether each mean has only so many references, needs no gradient, and has not moved."""
         return (
             max(map(getrefcount, means)) <= references
             and list(map(torch.Tensor.data_ptr, means)) == addresses
@@ -132,6 +90,7 @@ class InPython:
         )
 
     def versions(self, parameters: list[Any]) -> bytes:
+        """For each gradient, as int64, which object it is, and how often it changed; -1 if None."""
         gradients = list(map(_gradient, parameters))
         try:
             versions = list(map(_version, gradients))
@@ -141,6 +100,7 @@ class InPython:
         return np.array([list(map(id, gradients)), versions], np.int64).T.tobytes()
 
     def properties(self, parameters: list[Any]) -> Any:
+        """The dtype, the device, whether it is contiguous and trained, of each; to be compared."""
         return (
             [p.dtype for p in parameters],
             list(map(torch.Tensor.get_device, parameters)),  # an index takes half of the time
@@ -151,3 +111,12 @@ class InPython:
 
 def _are_dense(gradients: Sequence[torch.Tensor | None]) -> bool:
     return NoneType not in set(map(type, gradients)) and not any(map(_is_sparse, gradients))
+
+
+@functools.cache
+def lists() -> Lists:
+    """The compiled functions, or those of ``Lists``."""
+    from horovod.torch import mpi_lib_v2
+
+    found: Lists = getattr(mpi_lib_v2, "hvkit", None) or Lists()
+    return found
